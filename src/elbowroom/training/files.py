@@ -1,0 +1,85 @@
+"""Files that appear whole or not at all: written aside, flushed to the disk, then renamed into place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ASIDE_PREFIX = ".aside-"
+"""Names that begin like this are unfinished writes. A killed process may leave them; they are safe to delete."""
+
+
+def flush_to_disk(path: Path) -> None:
+    """Force a file's content, or a folder's list of names, onto the disk (`fsync`)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; when the block succeeds, the file that was written there becomes `path`.
+
+    If the block raises, `path` stays as it was and the temporary file is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=ASIDE_PREFIX, suffix=path.suffix, dir=path.parent)
+    os.fchmod(descriptor, 0o644)
+    os.close(descriptor)
+    aside = Path(name)
+    try:
+        yield aside
+        flush_to_disk(aside)
+        os.replace(aside, path)
+        flush_to_disk(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_written_aside(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; when the block succeeds, it becomes `path`.
+
+    Every file in it is flushed before the rename. If the block raises, the temporary folder is removed.
+
+    Raises:
+        FileExistsError: `path` exists already; a finished folder is never overwritten.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path} exists already and is not overwritten")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=ASIDE_PREFIX, dir=path.parent))
+    aside.chmod(0o755)
+    try:
+        yield aside
+        for folder, _, names in os.walk(aside):
+            for name in names:
+                flush_to_disk(Path(folder) / name)
+            flush_to_disk(Path(folder))
+        os.rename(aside, path)
+        flush_to_disk(path.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file, whole or not at all."""
+    with written_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def remove_unfinished(folder: Path) -> list[Path]:
+    """Remove what a killed process left half written in `folder`; return the removed paths."""
+    leftovers = sorted(folder.glob(f"{ASIDE_PREFIX}*")) if folder.is_dir() else []
+    for leftover in leftovers:
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+    return leftovers
