@@ -1,0 +1,25 @@
+"""The memory engine: what happens to a model's activations. Needs torch alone and imports nothing else of elbowroom."""
+
+from elbowroom.memory.apply import Handle, apply
+from elbowroom.memory.blocks import Block, find_blocks, unwrap
+from elbowroom.memory.controls import Controls, ControlsError
+from elbowroom.memory.counters import Counters, Report
+from elbowroom.memory.plan import BlockPlan, Plan
+from elbowroom.memory.schedule import schedule_blocks
+from elbowroom.memory.segments import ReplayError
+
+__all__ = [
+    "Block",
+    "BlockPlan",
+    "Controls",
+    "ControlsError",
+    "Counters",
+    "Handle",
+    "Plan",
+    "ReplayError",
+    "Report",
+    "apply",
+    "find_blocks",
+    "schedule_blocks",
+    "unwrap",
+]

@@ -1,0 +1,51 @@
+"""The families that elbowroom knows. Nothing outside this folder names one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from elbowroom.families.base import Family
+from elbowroom.families.flux import Flux
+from elbowroom.families.sd3 import StableDiffusion3
+
+FAMILIES: tuple[Family, ...] = (Flux(), StableDiffusion3())
+
+
+def family_of_pipeline(pipeline_class: str) -> Family:
+    """Return the family whose released checkpoints are of the Diffusers class `pipeline_class`.
+
+    Raises:
+        ValueError: no family has it; the message lists what is known.
+    """
+    for family in FAMILIES:
+        if family.pipeline_class == pipeline_class:
+            return family
+    known = ", ".join(f"{family.pipeline_class} ({family.name})" for family in FAMILIES)
+    raise ValueError(f"pipelines of class {pipeline_class!r} can't be trained; supported are {known}")
+
+
+def block_patterns(model: nn.Module) -> tuple[str, ...]:
+    """Return the block patterns of a model: its family's, else those that a Diffusers model declares itself.
+
+    Diffusers models list the class names of their repeated blocks in `_repeated_blocks` or `_no_split_modules`; the
+    lists that hold them are taken in the order in which they are registered.
+
+    Raises:
+        ValueError: the model is of neither kind, so the caller has to name the blocks.
+    """
+    name = type(model).__name__
+    for family in FAMILIES:
+        if name in family.blocks:
+            return family.blocks[name]
+    declared = {*(getattr(model, "_repeated_blocks", None) or ()), *(getattr(model, "_no_split_modules", None) or ())}
+    patterns = tuple(
+        f"{path}.*"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and all(type(m).__name__ in declared for m in module)
+    )
+    if not patterns:
+        raise ValueError(
+            f"the blocks of {name} are not known; name them in execution order, for example "
+            'blocks=["encoder.layers.*", "decoder.layers.*"]'
+        )
+    return patterns

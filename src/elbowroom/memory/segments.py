@@ -1,0 +1,292 @@
+"""Segments that close lazily: recompute a run of blocks without touching the loop that calls them.
+
+While a segment is open, every call of one of its blocks is recorded: the callable, and its arguments as a flattened
+tree in which a tensor that an earlier block of the segment returned (the same object, not written to since) is a
+*link*, and every other tensor an *external input*. Saved-tensor hooks replace what autograd saves inside the block by
+numbered slots. The first slot that the backward pass asks for replays the recorded calls and fills the slots that are
+still alive; the replay stops as soon as the last of them is filled.
+
+The graph that the backward pass walks is the one that the model built. The replay only restores values, so what a
+model does between two blocks (a residual, a concatenation, a write in place) needs no knowledge of it: its result is
+an external input.
+
+The idea of filling numbered slots from a replay, and of stopping it early, is that of PyTorch's non-reentrant
+`torch.utils.checkpoint`; segments that span unmodified calls are new here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from elbowroom.memory import ambient
+from elbowroom.memory.counters import Counters
+
+
+class ReplayError(RuntimeError):
+    """A block can't be recomputed so that its gradients would be right; the message names it and says why."""
+
+
+class _ReplayDone(BaseException):
+    """Leaves a replay early. Not an `Exception`, so that a model's own `except Exception` can't swallow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A tensor that an earlier call of the segment returned: leaf `leaf` of the outputs of call `call`."""
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ExternalInput:
+    """A tensor from outside the segment. `tensor` is detached, so that a segment never holds a graph alive."""
+
+    tensor: torch.Tensor
+    requires_grad: bool
+    version: int | None
+
+    @property
+    def changed(self) -> bool:
+        return _version(self.tensor) != self.version
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One recorded call of a block."""
+
+    block_name: str
+    forward: Callable[..., Any]
+    leaves: list[Any]
+    structure: TreeSpec
+    autocast: tuple[ambient.Autocast, ...]
+    random_state: ambient.RandomState | None
+
+
+class _Slot:
+    """Stands for one tensor that autograd saved. Autograd's graph owns it; its segment only has a weak reference.
+
+    `value` is filled by a replay and taken out when backward reads it, so that each value lives only briefly.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "block_name",
+        "digest",
+        "dtype",
+        "index",
+        "kept",
+        "segment",
+        "shape",
+        "value",
+        "version",
+    )
+
+    def __init__(self, segment: SegmentRun, index: int, tensor: torch.Tensor, block_name: str, digest: bytes | None):
+        self.segment: SegmentRun | None = segment
+        self.index = index
+        self.block_name = block_name
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        # Detached: the saved tensor may be the output of the very node that saves it, and would keep itself alive.
+        self.value: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.kept = False
+        self.digest = digest
+
+    def keep(self) -> None:
+        """Hold on to the value for good: the block can't be run again."""
+        self.kept = True
+        self.segment = None
+
+    def take(self) -> torch.Tensor:
+        """Return the saved tensor, replaying the segment if need be."""
+        if self.value is None:
+            assert self.segment is not None, "only a slot of a segment gives its value away"
+            self.segment.replay()
+        value = self.value
+        if value is None:
+            raise ReplayError(f"the replay of block {self.block_name!r} saved fewer tensors than its forward pass did")
+        if value._version != self.version:
+            raise ReplayError(
+                f"a tensor that block {self.block_name!r} saved for the backward pass was modified in place after it "
+                f"was saved: it is at version {value._version}, but {self.version} is needed"
+            )
+        if not self.kept:
+            self.value = None
+        return value
+
+
+@dataclass
+class SegmentRun:
+    """One pass of one forward through one segment.
+
+    Attributes:
+        number: the segment's number in the plan.
+        counters: totals of the handle.
+        accelerator: device whose random state and autocast matter besides the CPU's, or None.
+        check_determinism: compare every recomputed tensor with the original bit for bit, by a digest.
+        last_block: position of the block that was recorded last.
+    """
+
+    number: int
+    counters: Counters
+    accelerator: torch.device | None
+    check_determinism: bool = False
+    last_block: int = -1
+    _calls: list[_Call] = field(default_factory=list)
+    _slots: list[weakref.ref[_Slot]] = field(default_factory=list)
+    _returned: dict[int, tuple[weakref.ref[torch.Tensor], _Link, int | None]] = field(default_factory=dict)
+
+    def record(self, block_name: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        """Call a block's forward, dropping what autograd saves in it.
+
+        Returns:
+            What the block returned, and whether further blocks may join the segment.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        bound = [self._bind(leaf) for leaf in leaves]
+        autocast = ambient.current_autocast(self.accelerator)
+        random_before = ambient.random_state(self.accelerator)
+        fresh: list[_Slot] = []
+        first_slot = len(self._slots)
+
+        def pack(tensor: torch.Tensor) -> _Slot:
+            digest = _digest(tensor) if self.check_determinism else None
+            slot = _Slot(self, first_slot + len(fresh), tensor, block_name, digest)
+            fresh.append(slot)
+            return slot
+
+        with saved_tensors_hooks(pack, _Slot.take):
+            result = forward(*args, **kwargs)
+
+        # Values are held until here because only now it is known whether the block can be run again. That does not
+        # raise the peak: the backward pass will hold a whole segment's values at once.
+        if any(isinstance(leaf, _ExternalInput) and leaf.changed for leaf in bound):
+            for slot in fresh:
+                slot.keep()
+            self.counters.blocks_kept += 1
+            warnings.warn(
+                f"block {block_name!r} writes into its own input, so it can't be run again: its activations are kept",
+                stacklevel=2,
+            )
+            return result, False
+
+        for slot in fresh:
+            slot.value = None
+        unchanged = ambient.same_random_state(random_before, ambient.random_state(self.accelerator))
+        call = _Call(block_name, forward, bound, structure, autocast, None if unchanged else random_before)
+        self._slots.extend(weakref.ref(slot) for slot in fresh)
+        self._calls.append(call)
+        self._remember_outputs(result)
+        self.counters.blocks_recorded += 1
+        return result, True
+
+    def replay(self) -> None:
+        """Run the recorded calls again and fill every slot that is still alive and empty."""
+        wanted = {slot.index: slot for ref in self._slots if (slot := ref()) is not None and slot.value is None}
+        last = max(wanted)
+        position = 0
+        call: _Call | None = None
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal position
+            slot = wanted.get(position)
+            position += 1
+            if slot is not None:
+                assert call is not None
+                _check_same(slot, tensor, call.block_name)
+                slot.value = tensor.detach()
+                self.counters.tensors_recomputed += 1
+            if position > last:
+                raise _ReplayDone
+
+        self.counters.replays += 1
+        outputs: list[list[Any]] = []
+        try:
+            with torch.enable_grad():
+                for call in self._calls:
+                    self.counters.blocks_recomputed += 1
+                    with (
+                        ambient.autocast_as(call.autocast),
+                        ambient.random_state_as(call.random_state, self.accelerator),
+                        saved_tensors_hooks(pack, _never_unpacked),
+                    ):
+                        args, kwargs = tree_unflatten(_resolve(call, outputs), call.structure)
+                        outputs.append(tree_leaves(call.forward(*args, **kwargs)))
+        except _ReplayDone:
+            pass
+
+    def _bind(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        returned = self._returned.get(id(leaf))
+        # The identity alone is not enough: a model may have written into the tensor between two blocks.
+        if returned is not None and returned[0]() is leaf and returned[2] == _version(leaf):
+            return returned[1]
+        return _ExternalInput(leaf.detach(), leaf.requires_grad, _version(leaf))
+
+    def _remember_outputs(self, result: Any) -> None:
+        call = len(self._calls) - 1
+        for index, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor):
+                self._returned[id(leaf)] = (weakref.ref(leaf), _Link(call, index), _version(leaf))
+
+
+def _resolve(call: _Call, outputs: list[list[Any]]) -> list[Any]:
+    leaves = []
+    for leaf in call.leaves:
+        if isinstance(leaf, _Link):
+            leaves.append(outputs[leaf.call][leaf.leaf])
+        elif isinstance(leaf, _ExternalInput):
+            if leaf.changed:
+                raise ReplayError(
+                    f"an input of block {call.block_name!r} was modified in place after the block had read it, so the "
+                    "block can't be recomputed; leave the block out of the segments, or don't modify its input"
+                )
+            leaves.append(leaf.tensor.detach().requires_grad_(leaf.requires_grad))
+        else:
+            leaves.append(leaf)
+    return leaves
+
+
+def _check_same(slot: _Slot, tensor: torch.Tensor, block_name: str) -> None:
+    """Refuse a replay that differs from the forward pass, instead of computing wrong gradients."""
+    if tensor.shape != slot.shape or tensor.dtype != slot.dtype or block_name != slot.block_name:
+        raise ReplayError(
+            f"block {slot.block_name!r} did not repeat itself: where its forward pass saved a {slot.dtype} tensor of "
+            f"shape {tuple(slot.shape)}, the replay of {block_name!r} saved {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    if tensor._version != slot.version:
+        raise ReplayError(
+            f"a parameter or buffer of block {slot.block_name!r} was modified in place between the forward and the "
+            "backward pass, so the block can't be recomputed"
+        )
+    if slot.digest is not None and _digest(tensor) != slot.digest:
+        raise ReplayError(
+            f"block {slot.block_name!r} is not deterministic: its replay computed other values than its forward pass. "
+            "Only torch's default generators are restored; Python's, NumPy's and private generators are not"
+        )
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Number of writes in place so far; None for tensors from inference mode, which don't count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(dense.numpy()).digest()
+
+
+def _never_unpacked(_: None) -> torch.Tensor:
+    raise AssertionError("nothing runs backward through a replay")
