@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, get_type_hints
 
 
 class ControlsError(ValueError):
@@ -51,13 +51,9 @@ class Controls:
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.gradient_checkpointing, bool):
-            raise ControlsError(
-                "gradient_checkpointing", f"must be True or False, but is {self.gradient_checkpointing!r}"
-            )
+        types = get_type_hints(type(self))
         for control in fields(self):
-            if "minimum" in control.metadata:
-                _check_whole_number(control.name, getattr(self, control.name), control.metadata["minimum"])
+            _check_value(control, types[control.name], getattr(self, control.name))
         interval, stride = self.gradient_checkpointing_interval, self.gradient_checkpointing_segment_stride
         if not self.gradient_checkpointing:
             if interval != 1:
@@ -78,8 +74,12 @@ class Controls:
             )
 
 
-def _check_whole_number(option: str, value: Any, minimum: int) -> None:
-    if value is None and option == "gradient_checkpointing_segment_stride":
+def _check_value(control: Field[Any], annotation: Any, value: Any) -> None:
+    if value is None and control.default is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ControlsError(option, f"must be a whole number of at least {minimum}, but is {value!r}")
+    if annotation is bool and not isinstance(value, bool):
+        raise ControlsError(control.name, f"must be True or False, but is {value!r}")
+    minimum = control.metadata.get("minimum")
+    # True is an int in Python; as a count it is a mistake.
+    if minimum is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
+        raise ControlsError(control.name, f"must be a whole number of at least {minimum}, but is {value!r}")

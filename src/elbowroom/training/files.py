@@ -36,7 +36,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     try:
         yield aside
         flush_to_disk(aside)
-        os.replace(aside, path)
+        aside.replace(path)
         flush_to_disk(path.parent)
     finally:
         aside.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def folder_written_aside(path: Path) -> Iterator[Path]:
             for name in names:
                 flush_to_disk(Path(folder) / name)
             flush_to_disk(Path(folder))
-        os.rename(aside, path)
+        aside.rename(path)
         flush_to_disk(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

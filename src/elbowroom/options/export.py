@@ -1,0 +1,123 @@
+"""Writes options for people and for files: the documentation, tables for the terminal, and TOML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from elbowroom.options.definition import GROUPS, Options
+from elbowroom.options.group import Option, options_in
+from elbowroom.options.reading import DEFAULT, Resolved, Source
+
+INTRODUCTION = """\
+# Options
+
+<!-- Generated from src/elbowroom/options by `python -m elbowroom.options.export > docs/options.md`. -->
+
+Every option can be given in three ways, here for `rank`:
+
+| where | how |
+| --- | --- |
+| on the command line | `--rank 8` or `--rank=8` |
+| in the environment | `ELBOWROOM_RANK=8` |
+| in a TOML file | `rank = 8`, at the top of the file or below `[training]`, the name of its group |
+
+Where several give it, the order is: command line, then environment, then file, then default. A value means the same
+from everywhere:
+
+- **Booleans** are `true`, `yes`, `on`, `1` or `false`, `no`, `off`, `0`, in any case. On the command line
+  `--tensorboard` means true and `--no-tensorboard` false.
+- **Numbers** may be written as text or with an exponent: `100`, `"100"`, `1e2`, `1e-4`.
+- **Paths** are taken from the current directory, except in a file, where they are taken from the file's folder.
+- **Lists** are an array in TOML; elsewhere a JSON array (`["a", "b"]`), or text with the separator that the option
+  names between the items, or on the command line the flag several times.
+- **Empty text** means that this source says nothing. **`none`** or `null` means the default, even where a source
+  further down says something else: `--epochs none`.
+- On the command line, dashes and underscores in a flag are the same.
+
+A name that is not an option, or a value that is not accepted, stops the program before any work, with all such
+mistakes at once, where they stand and what to write instead. `elbowroom train --dry-run` shows every value and where it
+came from.
+"""
+
+
+def toml_value(value: object) -> str:
+    """A native value as TOML; None as the word that means unset."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, (str, Path)):
+        # JSON's escapes are TOML's, except that TOML wants one for the delete character too.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    raise TypeError(f"no way is known to write {value!r} as TOML")
+
+
+def to_toml(options: Options, sources: Mapping[str, Source]) -> str:
+    """All options as a TOML file that reads back as the same options, the source of each in a comment behind it."""
+    lines = ["# All options of a run, and where each value came from. Train with this file to repeat the run."]
+    for group in GROUPS:
+        lines += ["", f"[{group.group}]"]
+        for option in options_in(group):
+            # A file's name may hold what a comment can't, such as a line break.
+            source = "".join(each if each.isprintable() else "?" for each in str(sources.get(option.name, DEFAULT)))
+            lines.append(f"{option.name} = {toml_value(getattr(options, option.name))}  # {source}")
+    return "\n".join(lines) + "\n"
+
+
+def to_markdown() -> str:
+    """The text of docs/options.md."""
+    parts = [INTRODUCTION]
+    for group in GROUPS:
+        parts.append(f"## {group.group}\n\n{' '.join((group.__doc__ or '').split())}\n")
+        parts += [_entry(option) for option in options_in(group)]
+    return "\n".join(parts)
+
+
+def _entry(option: Option) -> str:
+    families = f" · only for {', '.join(option.families)}" if option.families else ""
+    return f"### `{option.name}`\n\n{option.kind.accepted} · {default_in_words(option)}{families}\n\n{option.help}\n"
+
+
+def default_in_words(option: Option) -> str:
+    """What holds where the option is not given: `default 16`, `unset by default` or `required`."""
+    if option.required:
+        return "required"
+    return "unset by default" if option.default is None else f"default {toml_value(option.default)}"
+
+
+def to_table() -> Table:
+    """All options, their values, defaults and meaning, for the terminal."""
+    table = Table("option", "values", "default", "meaning", title="Options", show_lines=False)
+    for group in GROUPS:
+        table.add_section()
+        table.add_row(
+            Text(group.group, style="bold"), "", "", Text(" ".join((group.__doc__ or "").split()), style="bold")
+        )
+        for option in options_in(group):
+            # As Text, so that a bracket in a value is not taken for a style.
+            table.add_row(*map(Text, (option.name, option.kind.accepted, default_in_words(option), option.help)))
+    return table
+
+
+def to_resolved_table(resolved: Resolved) -> Table:
+    """The value of every option of a run and its source, for the terminal."""
+    table = Table("option", "value", "from")
+    for group in GROUPS:
+        table.add_section()
+        for option in options_in(group):
+            value = toml_value(getattr(resolved.options, option.name))
+            table.add_row(*map(Text, (option.name, value, str(resolved.sources[option.name]))))
+    return table
+
+
+if __name__ == "__main__":
+    print(to_markdown(), end="")

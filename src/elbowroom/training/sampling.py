@@ -1,0 +1,104 @@
+"""Drawing pictures with a pipeline and what was trained on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elbowroom.options.reading import Resolved, read
+from elbowroom.training.devices import device_named
+from elbowroom.training.lora import FILE_NAMES
+from elbowroom.training.pipeline import PipelineFolder
+from elbowroom.training.run_folder import RunFolder
+from elbowroom.training.samples import save_picture
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw; None means: as in the run, or as the pipeline does by itself."""
+
+    source: str
+    prompts: tuple[str, ...]
+    lora: Path | None
+    output: Path
+    seed: int
+    steps: int | None
+    guidance: float | None
+    width: int | None
+    height: int | None
+    max_sequence_length: int | None
+    device: str
+    precision: str
+
+
+def draw(request: Request) -> Iterator[Path]:
+    """Draw one picture per prompt; yield the path of each when it is written.
+
+    Raises:
+        ValueError: the source is no run and no pipeline, or a value is not accepted.
+    """
+    if request.precision not in _DTYPES:
+        raise ValueError(f"precision must be bf16 or fp32, but is {request.precision!r}")
+    device = device_named(request.device)
+    trained = _run_at(Path(request.source))
+    folder = PipelineFolder.open(trained.options.model if trained else request.source)
+    pipeline = _pipeline(folder, request, trained, device)
+    arguments = _arguments(request, trained, folder)
+    for index, prompt in enumerate(request.prompts):
+        generator = torch.Generator("cpu").manual_seed(request.seed + index)
+        picture = pipeline(prompt, generator=generator, **arguments).images[0]
+        path = request.output / f"{index:02d}-{_slug(prompt)}.png"
+        save_picture(picture, path)
+        yield path
+
+
+def _run_at(path: Path) -> Resolved | None:
+    """Return the options of the run in a folder, or None if it is not a run folder."""
+    configuration = RunFolder(path).configuration
+    return read(configuration, {}, {}) if configuration.is_file() else None
+
+
+def _pipeline(folder: PipelineFolder, request: Request, trained: Resolved | None, device: torch.device) -> Any:
+    dtype = _DTYPES[request.precision]
+    given: dict[str, Any] = {}
+    lora = request.lora
+    if trained is not None:
+        result = RunFolder(Path(request.source)).result
+        if trained.options.training_type == "full":
+            given[folder.family.denoiser] = folder.load_denoiser(dtype, at=result)
+        else:
+            lora = lora or result
+    pipeline = folder.load(folder.components, dtype, device, **given)
+    if lora is not None:
+        file = lora / FILE_NAMES["diffusers"] if lora.is_dir() else lora
+        if not file.is_file():
+            raise ValueError(f"there is no LoRA file {file}; a run writes it when it is finished")
+        pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    return pipeline
+
+
+def _arguments(request: Request, trained: Resolved | None, folder: PipelineFolder) -> dict[str, Any]:
+    options = trained.options if trained else None
+    values = {
+        "width": request.width or (options.resolution if options else None),
+        "height": request.height or (options.resolution if options else None),
+        "num_inference_steps": request.steps or (options.validation_inference_steps if options else None),
+        "guidance_scale": request.guidance
+        if request.guidance is not None
+        else (options.validation_guidance if options else None),
+        "max_sequence_length": request.max_sequence_length
+        or (options.max_sequence_length if options else None)
+        or folder.family.max_sequence_length,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _slug(prompt: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
