@@ -69,7 +69,7 @@ def _failures_in_one_line(console: Console) -> Iterator[None]:
 def train(
     resolved: Resolved,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would happen, and where each value comes from; change nothing.")
+        bool, typer.Option("--dry-run", help="Show what would happen, and where each value comes from; train nothing.")
     ] = False,
 ) -> None:
     """Fine-tune a Diffusers pipeline on a folder of pictures.
@@ -90,7 +90,7 @@ def train(
         display = Display(console)
         try:
             with display.bars():
-                job = prepare(resolved, weights=not dry_run, progress=display.progress)
+                job = prepare(resolved, dry_run=dry_run, progress=display.progress)
             display.announce(job, sources=dry_run)
             if dry_run:
                 display.say("Dry run: nothing was trained.")

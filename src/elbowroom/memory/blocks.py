@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -24,14 +25,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     Names of blocks are relative to this model, so that a plan made before wrapping also fits afterwards.
     """
     while True:
+        inner: Any = model
         if hasattr(model, "get_base_model"):  # PeftModel
-            inner = model.get_base_model()
+            inner = inner.get_base_model()
         elif hasattr(model, "_orig_mod"):  # torch.compile's OptimizedModule
-            inner = model._orig_mod
+            inner = inner._orig_mod
         elif isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        else:
-            return model
+            inner = inner.module
         if inner is model:
             return model
         model = inner

@@ -285,7 +285,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(dense.numpy()).digest()
+    return hashlib.blake2b(dense.numpy().tobytes()).digest()
 
 
 def _never_unpacked(_: None) -> torch.Tensor:

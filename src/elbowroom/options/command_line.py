@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from elbowroom.options.definition import GROUPS, all_options
-from elbowroom.options.export import default_in_words
+from elbowroom.options.export import explained
 from elbowroom.options.group import Option, options_in
 from elbowroom.options.kinds import BOOLEANS, Boolean, Either
 from elbowroom.options.problems import OptionsError
@@ -24,10 +24,22 @@ EXIT_CODE_OF_BAD_USAGE = 2
 
 
 class OptionsCommand(TyperCommand):
-    """A Typer command that takes flags in all the ways that `normalise` describes."""
+    """A Typer command that takes flags in all the ways that `normalise` describes, and lists them by their groups."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, normalise(args))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        # Typer makes panels only with Rich's markup; a plain help text needs the groups all the more.
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            title = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def train_command(body: Callable[..., None]) -> Callable[..., None]:
@@ -116,7 +128,7 @@ def _config_parameter() -> inspect.Parameter:
 def _parameter(option: Option, group: str) -> inspect.Parameter:
     flag = typer.Option(
         option.flag,
-        help=f"{option.help} ({option.kind.accepted}; {default_in_words(option)})",
+        help=explained(option),
         rich_help_panel=f"Options: {group}",
         metavar="VALUE",
         show_default=False,

@@ -45,10 +45,9 @@ def read_entries(path: Path, tables: Collection[str]) -> tuple[list[Entry], list
         return [], [Problem(str(path), f"byte {error.start}", "is not UTF-8 text; save the file as UTF-8")]
 
     entries, problems, table = [], [], ""
-    read_to_the_end = False
     for line, statement, parsed in _statements(text):
         if parsed is None:
-            break
+            return entries, [*problems, *_syntax_problems(path, text, line)]
         if statement.lstrip().startswith("["):
             table = _table_name(statement)
             if table not in tables:
@@ -56,12 +55,10 @@ def read_entries(path: Path, tables: Collection[str]) -> tuple[list[Entry], list
                 problems.append(Problem(f"[{table}]", f"{path} line {line}", message, nearest(table, tables)))
             continue
         entries += [entry for entry in _flattened(table, parsed, line, tables) if entry.table in ("", *tables)]
-    else:
-        read_to_the_end = True
-
-    written_once = len({entry.key for entry in entries}) == len(entries)
-    if not read_to_the_end or written_once:
-        problems += _syntax_problem(path, text)
+    # Each statement is right by itself, but TOML as a whole forbids repeated keys, which the caller reports better,
+    # with both places, and repeated tables, which it doesn't see.
+    if len({entry.key for entry in entries}) == len(entries):
+        problems += _syntax_problems(path, text)
     return entries, problems
 
 
@@ -105,14 +102,18 @@ def _flattened(table: str, parsed: dict[str, Any], line: int, tables: Collection
             yield Entry(table, key, value, line)
 
 
-def _syntax_problem(path: Path, text: str) -> list[Problem]:
-    """What tomllib says about the text as a whole, with the line and what to do; nothing if it is in order."""
+def _syntax_problems(path: Path, text: str, begins: int = 0) -> list[Problem]:
+    """What tomllib says about the text as a whole, with the line and what to do; nothing if it is in order.
+
+    `begins` is the first line of the statement that can't be read, where it is known.
+    """
     try:
         tomllib.loads(text)
     except ValueError as error:
         position = re.search(r"\(at line (\d+)", str(error))
-        line = int(position[1]) if position else text.count("\n") + 1
-        written = text.split("\n")[line - 1].strip() if line <= text.count("\n") + 1 else ""
-        message = f"can't be read as TOML: {error}; {TOML_HINT}"
-        return [Problem(written or "the end of the file", f"{path} line {line}", message)]
+        lines = text.split("\n")
+        line = int(position[1]) if position else begins or len(lines)
+        written = lines[line - 1].strip()[:60] or "empty line"
+        belongs = f"; it belongs to what begins on line {begins}" if 0 < begins < line else ""
+        return [Problem(written, f"{path} line {line}", f"can't be read as TOML: {error}{belongs}; {TOML_HINT}")]
     return []

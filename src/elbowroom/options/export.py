@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elbowroom.options.definition import GROUPS, Options
-from elbowroom.options.group import Option, options_in
+from elbowroom.options.group import Group, Option, options_in
 from elbowroom.options.reading import DEFAULT, Resolved, Source
 
 INTRODUCTION = """\
@@ -77,7 +77,7 @@ def to_markdown() -> str:
     """The text of docs/options.md."""
     parts = [INTRODUCTION]
     for group in GROUPS:
-        parts.append(f"## {group.group}\n\n{' '.join((group.__doc__ or '').split())}\n")
+        parts.append(f"## {group.group}\n\n{_description(group)}\n")
         parts += [_entry(option) for option in options_in(group)]
     return "\n".join(parts)
 
@@ -85,6 +85,15 @@ def to_markdown() -> str:
 def _entry(option: Option) -> str:
     families = f" · only for {', '.join(option.families)}" if option.families else ""
     return f"### `{option.name}`\n\n{option.kind.accepted} · {default_in_words(option)}{families}\n\n{option.help}\n"
+
+
+def explained(option: Option) -> str:
+    """What the option does, which values it takes, and what holds where it is not given, in one paragraph."""
+    return f"{option.help} ({option.kind.accepted}; {default_in_words(option)})"
+
+
+def _description(group: type[Group]) -> str:
+    return " ".join((group.__doc__ or "").split())
 
 
 def default_in_words(option: Option) -> str:
@@ -95,16 +104,14 @@ def default_in_words(option: Option) -> str:
 
 
 def to_table() -> Table:
-    """All options, their values, defaults and meaning, for the terminal."""
-    table = Table("option", "values", "default", "meaning", title="Options", show_lines=False)
+    """All options, their meaning, values and defaults, for the terminal."""
+    table = Table("option", "meaning (values; default)")
     for group in GROUPS:
         table.add_section()
-        table.add_row(
-            Text(group.group, style="bold"), "", "", Text(" ".join((group.__doc__ or "").split()), style="bold")
-        )
+        # As Text, so that brackets are not taken for a style.
+        table.add_row(Text(f"[{group.group}]", style="bold"), Text(_description(group), style="bold"))
         for option in options_in(group):
-            # As Text, so that a bracket in a value is not taken for a style.
-            table.add_row(*map(Text, (option.name, option.kind.accepted, default_in_words(option), option.help)))
+            table.add_row(Text(option.name), Text(explained(option)))
     return table
 
 

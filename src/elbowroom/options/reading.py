@@ -84,10 +84,11 @@ def read(config: Path | None, environment: Mapping[str, str], command_line: Mapp
         OptionsError: (a `ValueError`) with everything that is wrong.
     """
     options = all_options()
-    from_file, file_problems = _from_file(config, options)
+    entries, file_problems = ([], []) if config is None else read_entries(config, [group.group for group in GROUPS])
+    from_file, entry_problems = _from_file(config, entries, options)
     from_environment, environment_problems = _from_environment(environment, options)
     from_command_line, command_line_problems = _from_command_line(command_line, options)
-    problems = [*file_problems, *environment_problems, *command_line_problems]
+    problems = [*entry_problems, *file_problems, *environment_problems, *command_line_problems]
 
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
@@ -111,10 +112,13 @@ def read(config: Path | None, environment: Mapping[str, str], command_line: Mapp
     optional = [option for option in options.values() if not option.required]
     values = {option.name: option.default_from(Path.cwd()) for option in optional} | values
 
-    if not file_problems:  # An option is not missing where the file that may give it couldn't be understood.
-        missing = [option for option in options.values() if option.name not in values and option.name not in refused]
+    if not file_problems:  # Nothing is missing for sure where the file that may hold it couldn't be understood.
+        # Nor where there is a misspelt name: once it is put right, the rules about that option may be kept.
+        misspelt = {problem.suggestion for problem in problems}
+        unsure = refused | {option.name for option in options.values() if misspelt & {option.name, option.variable}}
+        missing = [option for option in options.values() if option.name not in values and option.name not in unsure]
         problems += [_missing(option, sources) for option in missing]
-        rules = broken_rules({name: values[name] for name in values if name not in refused}, defaults())
+        rules = broken_rules({name: values[name] for name in values if name not in unsure}, defaults())
         problems += [_rule_problem(broken, sources) for broken in rules]
     if problems:
         raise OptionsError(problems)
@@ -123,11 +127,11 @@ def read(config: Path | None, environment: Mapping[str, str], command_line: Mapp
     return Resolved(Options.model_construct(**values), {name: sources.get(name, DEFAULT) for name in options})
 
 
-def _from_file(config: Path | None, options: Mapping[str, Option]) -> tuple[list[Given], list[Problem]]:
-    if config is None:
-        return [], []
-    entries, problems = read_entries(config, [group.group for group in GROUPS])
-    given, seen = [], dict[str, Entry]()
+def _from_file(
+    config: Path | None, entries: Iterable[Entry], options: Mapping[str, Option]
+) -> tuple[list[Given], list[Problem]]:
+    folder = (config or Path()).absolute().parent
+    given, problems, seen = [], [], dict[str, Entry]()
     for entry in entries:
         place = f"{config} line {entry.line}"
         option = options.get(entry.key)
@@ -140,7 +144,7 @@ def _from_file(config: Path | None, options: Mapping[str, Option]) -> tuple[list
             problems.append(Problem(entry.key, place, f"is given twice; line {seen[entry.key].line} has it already"))
         else:
             seen[entry.key] = entry
-            given.append(Given(entry.key, entry.value, Source("file", place), config.absolute().parent))
+            given.append(Given(entry.key, entry.value, Source("file", place), folder))
     return given, problems
 
 

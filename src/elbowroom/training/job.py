@@ -76,19 +76,19 @@ class Job:
         return self.folder.family.guidance if guidance is None else guidance
 
 
-def prepare(resolved: Resolved, *, weights: bool, progress: Callable[[str, int, int], None]) -> Job:
+def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[str, int, int], None]) -> Job:
     """Check everything that can be checked before a run, and return what will happen.
 
     Args:
         resolved: the options.
-        weights: fetch the weights too when the model is on the Hugging Face hub.
+        dry_run: fetch no weights when the model is on the Hugging Face hub, and make no folders.
         progress: called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         ModelError, DataError, RunFolderError, ValueError: the run can't start; the message says why and what to do.
     """
     options = resolved.options
-    folder = PipelineFolder.open(options.model, weights=weights)
+    folder = PipelineFolder.open(options.model, weights=not dry_run)
     device = device_named(options.device)
     resolved.check_family(folder.family.name)
 
@@ -109,11 +109,12 @@ def prepare(resolved: Resolved, *, weights: bool, progress: Callable[[str, int, 
     checkpoints = CheckpointFolder(run.checkpoints, options.checkpoints_keep)
     resume = _resume_from(run, checkpoints, options.resume)
 
-    options.cache_folder.mkdir(parents=True, exist_ok=True)
+    if not dry_run:
+        options.cache_folder.mkdir(parents=True, exist_ok=True)
     data = scan(
         options.data,
         caption_missing=options.caption_missing,
-        index=options.cache_folder / INDEX_NAME,
+        index=options.cache_folder / INDEX_NAME if options.cache_folder.is_dir() else None,
         progress=lambda done, total: progress("pictures looked at", done, total),
     )
     require_samples(data)

@@ -17,12 +17,7 @@ from PIL import Image
 
 from elbowroom.memory import Handle, apply
 from elbowroom.options.export import to_toml
-from elbowroom.training.checkpoints import (
-    CheckpointFolder,
-    load_training_state,
-    save_training_state,
-    training_state_bytes,
-)
+from elbowroom.training.checkpoints import CheckpointFolder
 from elbowroom.training.data.batches import Batch, accumulation_groups, epoch_batches
 from elbowroom.training.data.cache import TensorCache
 from elbowroom.training.display import Display
@@ -33,6 +28,7 @@ from elbowroom.training.job import Job
 from elbowroom.training.lora import add_lora, save_lora
 from elbowroom.training.memory_use import peak_memory
 from elbowroom.training.samples import draw_prompts, save_picture, sheet
+from elbowroom.training.state import load_training_state, save_training_state, training_state_bytes
 
 EMPTY_CAPTION = ""
 
@@ -197,7 +193,7 @@ class Run:
         if self.step == 0:
             self._report_missing_gradients()
         norm = self._clip_gradients(group)
-        learning_rate = self.lr_scheduler.get_last_lr()[0]
+        learning_rate = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
         self.step += 1

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from elbowroom.memory.blocks import unwrap
-from elbowroom.training.checkpoints import plain_name
 from elbowroom.training.files import written_aside
+from elbowroom.training.names import plain_name
 
 LoraFormat = Literal["diffusers", "comfyui"]
 

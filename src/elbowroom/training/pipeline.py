@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from torch import nn
 
 from elbowroom.families import Family, family_of_pipeline
+
+# Diffusers exports its classes lazily and by name, which type checkers can not follow.
+diffusers: Any = importlib.import_module("diffusers")
 
 MODEL_INDEX = "model_index.json"
 _WHOLE_FILE_BYTES = 1 << 20

@@ -46,7 +46,8 @@ class DigestIndex:
 
     def save(self, keep: Collection[str]) -> None:
         """Write the index, whole or not at all, forgetting all paths that are not in `keep`."""
-        kept = {relative: entry for relative, entry in self._entries.items() if relative in keep}
+        # A copy, because after an interruption a thread may still be adding to it.
+        kept = {relative: entry for relative, entry in self._entries.copy().items() if relative in keep}
         if self._path is None or not (self._changed or len(kept) < len(self._entries)):
             return
         files = {relative: [*identity, *astuple(facts)] for relative, (identity, facts) in sorted(kept.items())}

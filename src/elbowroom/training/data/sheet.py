@@ -49,7 +49,10 @@ def _strip(bucket: Bucket, samples: Sequence[Sample], most: int) -> Image.Image:
     shown = samples[:most]
     shrink = _LONG_SIDE / max(bucket.width, bucket.height)
     width, height = round(bucket.width * shrink), round(bucket.height * shrink)
-    label = f"{bucket}: {len(samples)} images" + (f", the first {most} shown" if len(samples) > most else "")
+    # A plain x: the font that comes with Pillow has no multiplication sign.
+    label = f"{bucket.width} x {bucket.height}: {len(samples)} images"
+    if len(samples) > most:
+        label += f", the first {most} shown"
     font = ImageFont.load_default(14)
     needed = max(len(shown) * (width + _GAP), round(font.getlength(label)) + _GAP)
     strip = Image.new("RGB", (needed + _GAP, height + _LINE + 2 * _GAP), "white")

@@ -1,0 +1,47 @@
+"""Counting bytes and seconds of a training step, for the benchmarks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """Return the most bytes that `step` had allocated at one time, above what was there before it.
+
+    Every allocation and release of torch's CPU allocator is counted, by its profiler.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    present = peak = 0
+    for event in events:
+        present += event.nbytes()
+        peak = max(peak, present)
+    return peak
+
+
+def median_seconds(steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Time several steps in turns, `rounds` times each after one warm-up, and return the median of each.
+
+    In turns, because a machine gets faster and slower while it works: each round sees the same machine.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(measured) for name, measured in seconds.items()}
+
+
+def fixed_threads(count: int) -> None:
+    """Use this many threads, so that tables from different machines compare."""
+    torch.set_num_threads(count)

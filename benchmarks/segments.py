@@ -1,0 +1,99 @@
+"""Peak activation bytes and step time of segments, beside Diffusers' own gradient checkpointing.
+
+    python benchmarks/segments.py
+
+The model is a Flux of 4 double-stream and 8 single-stream blocks with 1,024 picture tokens and 128 text tokens, trained
+in full on the CPU in float32. Its gradients exist before the step, so that what is counted is activations. Every row
+is measured in the same run; times are medians of rounds that visit all rows in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from counting import fixed_threads, median_seconds, peak_bytes
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from rich.console import Console
+from rich.table import Table
+
+import elbowroom
+
+BASELINE = "Diffusers' checkpointing"
+
+
+def build_model() -> FluxTransformer2DModel:
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=4, num_single_layers=8, attention_head_dim=32, num_attention_heads=8,
+        joint_attention_dim=64, pooled_projection_dim=32, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def build_inputs(tokens: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(1, tokens, 16, generator=generator),
+        "encoder_hidden_states": torch.randn(1, 128, 64, generator=generator),
+        "pooled_projections": torch.randn(1, 32, generator=generator),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.randint(0, 32, (tokens, 3), generator=generator).float(),
+        "txt_ids": torch.zeros(128, 3),
+    }
+
+
+def step(model: Any, inputs: dict[str, torch.Tensor]) -> None:
+    model.zero_grad(set_to_none=False)
+    model(**inputs).sample.square().mean().backward()
+
+
+def rows(inputs: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
+    """Return the step of each row of the table; each has a model of its own."""
+    steps: dict[str, Callable[[], None]] = {"no checkpointing": partial(step, build_model(), inputs)}
+    diffusers_model = build_model()
+    diffusers_model.enable_gradient_checkpointing()
+    steps[BASELINE] = partial(step, diffusers_model, inputs)
+    for interval, stride in ((1, None), (2, None), (4, None), (1, 4), (2, 4)):
+        controls = elbowroom.Controls(
+            gradient_checkpointing=True,
+            gradient_checkpointing_interval=interval,
+            gradient_checkpointing_segment_stride=stride,
+        )
+        model = build_model()
+        plan = elbowroom.schedule(model, controls)
+        elbowroom.apply(model, plan)
+        name = f"interval {interval}" + (f", stride {stride}" if stride else "")
+        steps[f"{name}  {plan.strip()}"] = partial(step, model, inputs)
+    return steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
+    parser.add_argument("--tokens", type=int, default=1024, help="picture tokens (default 1024)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
+    arguments = parser.parse_args()
+    fixed_threads(arguments.threads)
+    steps = rows(build_inputs(arguments.tokens))
+    seconds = median_seconds(steps, arguments.rounds)
+    peaks = {name: peak_bytes(run) for name, run in steps.items()}
+    table = Table("", "peak MiB", "peak ratio", "seconds", "time ratio", title=f"Ratios to {BASELINE}")
+    for name in steps:
+        table.add_row(
+            name,
+            f"{peaks[name] / 2**20:.1f}",
+            f"{peaks[name] / peaks[BASELINE]:.3f}",
+            f"{seconds[name]:.3f}",
+            f"{seconds[name] / seconds[BASELINE]:.3f}",
+        )
+    Console(width=100, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    main()
