@@ -215,6 +215,11 @@ def test_a_rule_about_a_refused_value_is_not_reported_on_top() -> None:
     assert "ten" in problem
 
 
+def test_a_misspelt_option_is_not_reported_as_missing_too(config: Path) -> None:
+    found = problems_of(written('modle = "a/b"\nstpes = 5\nrank = "x"\n'), {"ELBOWROOM_DATTA": "d"})
+    assert [problem.split(" ")[0] for problem in found] == ["modle", "stpes", "ELBOWROOM_DATTA", "rank"]
+
+
 def test_an_option_of_another_family_is_refused_if_it_is_set(config: Path) -> None:
     resolved = read(config, {}, {"guidance": "3.5"})
     resolved.check_family("flux")

@@ -54,7 +54,7 @@ def run(**options: Any) -> tuple[Job, Outcome, str]:
 
 def command(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     """Start the `elbowroom` command in a process of its own."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "250", **environment}
     return subprocess.Popen(
         [sys.executable, "-m", "elbowroom.cli", *map(str, arguments)],
         env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

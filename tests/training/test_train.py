@@ -34,8 +34,13 @@ def basics(tmp_path, flux_folder, pictures) -> dict[str, object]:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The bytes of everything that must not differ between two runs."""
-    kinds = ("checkpoints/*/*.safetensors", "checkpoints/*/state.json", "result/**/*.safetensors", "metrics.jsonl")
-    return {str(path.relative_to(folder)): path.read_bytes() for kind in kinds for path in folder.glob(kind)}
+    files = [path for kind in ("checkpoints/*/state.json", "metrics.jsonl") for path in folder.glob(kind)]
+    contents = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    for path in (file for part in ("checkpoints", "result") for file in (folder / part).rglob("*.safetensors")):
+        # By tensor: safetensors writes the entries of a header's metadata in any order.
+        for name, tensor in load_file(path).items():
+            contents[f"{path.relative_to(folder)}: {name}"] = tensor.numpy().tobytes()
+    return contents
 
 
 DRAW_ELSEWHERE = """
@@ -197,11 +202,13 @@ def test_counters_are_global_over_several_resumes(basics):
     """Case F02: to 2, to 3, to 5; and case F05 for the steps in between."""
     whole, _, _ = run(**basics | {"name": "whole"}, steps=5, batch=2)
     for steps in (2, 3, 5):
-        parts, outcome, _ = run(**basics | {"name": "parts"}, steps=steps, batch=2)
+        parts, _, _ = run(**basics | {"name": "parts"}, steps=steps, batch=2)
     records = [json.loads(line) for line in (parts.run.path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert (whole.run.path / "metrics.jsonl").read_bytes() == (parts.run.path / "metrics.jsonl").read_bytes()
-    assert outcome.result.read_bytes() == (whole.run.result / outcome.result.name).read_bytes()
+    assert {name: data for name, data in files_of(whole.run.path).items() if name.startswith("result")} == {
+        name: data for name, data in files_of(parts.run.path).items() if name.startswith("result")
+    }
 
 
 def test_a_finished_run_trains_no_further(basics):
@@ -290,7 +297,7 @@ def test_a_value_that_is_not_finite_stops_the_run(basics, where, monkeypatch):
         if self.step == 3 and where == "loss":
             losses = losses * float("inf")
         if self.step == 3 and where == "gradient":
-            losses = losses * 1e30 * 1e30 * 0 + torch.sqrt(losses * 0)  # finite, with an infinite slope
+            losses = losses + torch.sqrt(losses * 0)  # finite, with an infinite slope
         return losses
 
     monkeypatch.setattr(loop.Run, "_losses", poisoned)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from elbowroom.options.definition import GROUPS, Options
@@ -117,7 +117,8 @@ def to_table() -> Table:
 
 def to_resolved_table(resolved: Resolved) -> Table:
     """The value of every option of a run and its source, for the terminal."""
-    table = Table("option", "value", "from")
+    # Folded, so that a long path is never cut off.
+    table = Table("option", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for group in GROUPS:
         table.add_section()
         for option in options_in(group):

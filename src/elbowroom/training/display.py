@@ -29,10 +29,10 @@ class Display:
         self._tasks: dict[str, TaskID] = {}
 
     def say(self, text: str) -> None:
-        self.console.print(Text(text))
+        self.console.print(Text(text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self.console.print(Text(text, style="yellow"))
+        self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def announce(self, job: Job, *, sources: bool) -> None:
         """Show what will happen: model, what is trained, data, steps, where output goes."""

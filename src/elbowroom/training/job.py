@@ -129,6 +129,12 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         repeats=options.repeats,
         accumulation=options.gradient_accumulation_steps,
     )
+    steps = options.steps or (options.epochs or 0) * summary.steps
+    if options.lr_warmup_steps > steps:
+        raise ValueError(
+            f"lr_warmup_steps {options.lr_warmup_steps} ({resolved.sources['lr_warmup_steps']}): {options.epochs} epochs of "
+            f"this data are only {steps} steps, so the learning rate would never get to its value; use at most {steps}"
+        )
     return Job(
         resolved=resolved,
         folder=folder,
@@ -138,7 +144,7 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         buckets=buckets,
         summary=summary,
         steps_per_epoch=summary.steps,
-        steps=options.steps or (options.epochs or 0) * summary.steps,
+        steps=steps,
         plan=plan,
         trainable=_count(denoiser, trainable_only=True),
         total=_count(denoiser),

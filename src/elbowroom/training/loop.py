@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from diffusers.optimization import get_scheduler
 from PIL import Image
 
@@ -88,7 +89,7 @@ class Run:
         self.encoded = encoded
         self.display = display
         self.family = job.folder.family
-        torch.manual_seed(options.seed)
+        set_seed(options.seed)  # Python's, NumPy's and torch's random numbers
         self.denoiser = self._load_denoiser()
         self.parameters = [parameter for parameter in self.denoiser.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(

@@ -1,0 +1,151 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from elbowroom.cli import app
+from tests.support.pipelines import build_pipeline
+from tests.support.runs import draw_pictures, flags, run
+
+
+@pytest.fixture(scope="module")
+def flux_folder(tmp_path_factory):
+    return build_pipeline("flux", tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Path:
+    return draw_pictures(tmp_path / "pictures", 5)
+
+
+def elbowroom(*arguments: str | Path, **environment: str):
+    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "400", **environment})
+
+
+def test_a_dry_run_shows_everything_and_trains_nothing(tmp_path, flux_folder, pictures):
+    config = tmp_path / "mine.toml"
+    config.write_text(f'model = "{flux_folder}"\nsteps = 8\n[training]\nbatch = 2\n')
+    (pictures / "broken.png").write_bytes(b"nonsense")
+    (pictures / "broken.txt").write_text("a caption")
+    ran = elbowroom(
+        "train", config, "--data", pictures, "--dry-run", "--resolution=32", "--gradient-checkpointing",
+        "--output-dir", tmp_path / "runs", ELBOWROOM_RANK="8",
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    for expected in (
+        "(flux, ", "LoRA of rank 8", "[r][r][r][r][r]", "8 (3 per epoch, 2.7 epochs)", "starts at    step 0",
+        str(tmp_path / "runs" / "mine"), "5 used, 1 left out", "broken.png", "Dry run: nothing was trained.",
+    ):  # fmt: skip
+        assert expected in ran.output, (expected, ran.output)
+    lines = {line.split("│")[1].strip(): line for line in ran.output.splitlines() if line.count("│") == 4}
+    assert "mine.toml line 2" in lines["steps"] and "environment ELBOWROOM_RANK" in lines["rank"]
+    assert "command line" in lines["resolution"] and "default" in lines["learning_rate"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_sample_draws_with_a_run_and_with_a_pipeline(tmp_path, flux_folder, pictures):
+    job, _, _ = run(
+        model=flux_folder, data=pictures, output_dir=tmp_path / "runs", steps=2, learning_rate=0.5,
+        validation_prompts="a red circle|a cat", validation_inference_steps=2, validation_guidance=1,
+    )  # fmt: skip
+    wanted = ("--prompt", "a red circle", "--prompt", "a cat", "--precision", "fp32", "--device", "cpu")
+    drawn = elbowroom("sample", job.run.path, *wanted, "--output", tmp_path / "tuned")
+    assert drawn.exit_code == 0, drawn.output
+    names = ["00-a-red-circle.png", "01-a-cat.png"]
+    assert sorted(path.name for path in (tmp_path / "tuned").iterdir()) == names
+    for index, name in enumerate(names):  # the same pictures as in training
+        trained = job.run.samples / "step-00000002" / f"0{index}.png"
+        assert Image.open(tmp_path / "tuned" / name).tobytes() == Image.open(trained).tobytes()
+    size = ("--width", "32", "--height", "48", "--steps", "2", "--max-sequence-length", "20")
+    plain = elbowroom("sample", flux_folder, *wanted, *size, "--output", tmp_path / "plain")
+    assert plain.exit_code == 0, plain.output
+    assert Image.open(tmp_path / "plain" / names[0]).size == (32, 48)
+    with_lora = elbowroom(
+        "sample", flux_folder, *wanted, *size, "--lora", job.run.result, "--output", tmp_path / "lora"
+    )
+    assert with_lora.exit_code == 0, with_lora.output
+    assert Image.open(tmp_path / "lora" / names[0]).tobytes() != Image.open(tmp_path / "plain" / names[0]).tobytes()
+
+
+def test_sample_with_a_full_fine_tune(tmp_path, flux_folder, pictures):
+    job, _, _ = run(
+        model=flux_folder, data=pictures, output_dir=tmp_path / "runs", steps=2, training_type="full",
+        validation_prompts="a red circle", validation_inference_steps=2, validation_guidance=1,
+    )  # fmt: skip
+    arguments = ("--prompt", "a red circle", "--precision", "fp32", "--device", "cpu", "--output", tmp_path / "out")
+    assert elbowroom("sample", job.run.path, *arguments).exit_code == 0
+    drawn = Image.open(tmp_path / "out" / "00-a-red-circle.png")
+    assert drawn.tobytes() == Image.open(job.run.samples / "step-00000002" / "00.png").tobytes()
+
+
+def test_inspect_shows_what_would_be_trained_on(tmp_path, pictures):
+    (pictures / "broken.png").write_bytes(b"nonsense")
+    sheet = tmp_path / "sheet.png"
+    looked = elbowroom("inspect", pictures, "--resolution", "32", "--batch", "2", "--contact-sheet", sheet)
+    assert looked.exit_code == 0, looked.output
+    assert "32×32" in looked.output and "broken.png" in looked.output and "5 used, 1 left out" in looked.output
+    assert Image.open(sheet).width > 32
+
+
+def test_inspect_of_a_folder_without_pictures(tmp_path):
+    (tmp_path / "empty").mkdir()
+    looked = elbowroom("inspect", tmp_path / "empty")
+    assert looked.exit_code == 1 and "no image to train on" in looked.output
+
+
+def test_options_lists_every_option():
+    from elbowroom.options.definition import all_options
+
+    listed = elbowroom("options", COLUMNS="400")
+    assert listed.exit_code == 0
+    assert all(name in listed.output for name in all_options())
+
+
+def test_help_names_every_option_of_train():
+    from elbowroom.options.definition import all_options
+
+    shown = elbowroom("train", "--help")
+    assert all(option.flag in shown.output for option in all_options().values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "nobody/nothing"}, "nobody/nothing is no local folder, and could not be fetched"),
+        ({"model": "{pictures}"}, "is not a pipeline in Diffusers' format: it has no model_index.json"),
+        ({"data": "nowhere"}, "nowhere is missing"),
+        ({"resolution": "34"}, "resolution 34 (command line): flux needs a multiple of 4, such as 32 or 36"),
+        ({"lora_targets": "to_kk"}, "to_kk"),
+        ({"device": "cuda:7"}, "device cuda:7: this torch finds"),
+        ({"steps": "ten"}, "ten"),
+        ({"gradient_checkpointing_interval": "2"}, "no effect without gradient_checkpointing"),
+    ],
+)
+def test_what_can_not_work_is_refused_before_any_work(tmp_path, flux_folder, pictures, changes, message):
+    options = {"model": flux_folder, "data": pictures, "steps": 2, "output_dir": tmp_path / "runs", **changes}
+    options = {name: str(value).format(pictures=pictures) for name, value in options.items()}
+    ran = elbowroom("train", *flags(**options))
+    assert ran.exit_code in (1, 2), ran.output
+    assert message in ran.output
+    assert "Traceback" not in ran.output
+    assert not (tmp_path / "runs" / "cache").exists() or not list((tmp_path / "runs" / "cache").glob("*/*"))
+
+
+def test_a_pipeline_that_no_family_knows(tmp_path, pictures):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "AudioLDMPipeline"}')
+    ran = elbowroom("train", "--model", tmp_path / "other", "--data", pictures, "--steps", "1")
+    assert ran.exit_code == 1
+    assert "'AudioLDMPipeline' can't be trained; supported are FluxPipeline (flux)" in ran.output
+
+
+def test_an_option_for_another_family_is_refused(tmp_path, pictures):
+    folder = build_pipeline("sd3", tmp_path / "sd3")
+    ran = elbowroom("train", *flags(model=folder, data=pictures, steps=1, guidance=2, output_dir=tmp_path / "runs"))
+    assert ran.exit_code == 1
+    assert "guidance (command line): has no effect on sd3 models" in ran.output
