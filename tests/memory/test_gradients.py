@@ -241,3 +241,37 @@ def test_frozen_input_and_base(where, interval, stride):
     with apply(model, interval, stride):
         _, actual = step(model, inputs)
     assert_identical(expected, actual)
+
+
+@pytest.mark.parametrize(("interval", "stride"), [(1, None), (2, None), (2, 3), (6, None)])
+@pytest.mark.parametrize("family", BUILDERS)
+def test_dropout_in_training_mode(family, interval, stride):
+    """Case A02: LoRA dropout draws random numbers inside the blocks; the replay draws the same."""
+    from peft import LoraConfig
+
+    model, inputs = BUILDERS[family](), INPUTS[family]()
+    model.requires_grad_(False)
+    targets = ["to_q", "to_v", "ff.net.2"]
+    model.add_adapter(LoraConfig(r=4, target_modules=targets, lora_dropout=0.5, init_lora_weights=False))
+    model.train()
+    loss, expected = step(model, inputs)
+    model.eval()
+    loss_without, _ = step(model, inputs)
+    assert not torch.equal(loss, loss_without)  # there is dropout
+    model.train()
+    with apply(model, interval, stride, check_determinism=True):
+        _, actual = step(model, inputs)
+    assert_identical(expected, actual)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_an_exception_in_the_middle_of_a_forward(failing):
+    model, inputs = BUILDERS["flux"](), INPUTS["flux"]()
+    _, expected = step(model, inputs)
+    with apply(model, 2):
+        block = [*model.transformer_blocks, *model.single_transformer_blocks][failing]
+        hook = block.attn.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model, inputs)
+        hook.remove()
+        assert_identical(expected, step(model, inputs)[1])

@@ -43,15 +43,19 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder_written_aside(path: Path) -> Iterator[Path]:
+def folder_written_aside(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; when the block succeeds, it becomes `path`.
 
     Every file in it is flushed before the rename. If the block raises, the temporary folder is removed.
 
+    Args:
+        path: the folder to make.
+        replace: let the new folder take the place of one that exists.
+
     Raises:
-        FileExistsError: `path` exists already; a finished folder is never overwritten.
+        FileExistsError: `path` exists already, and `replace` is not set.
     """
-    if path.exists():
+    if path.exists() and not replace:
         raise FileExistsError(f"{path} exists already and is not overwritten")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=ASIDE_PREFIX, dir=path.parent))
@@ -62,10 +66,13 @@ def folder_written_aside(path: Path) -> Iterator[Path]:
             for name in names:
                 flush_to_disk(Path(folder) / name)
             flush_to_disk(Path(folder))
+        if path.exists():
+            path.rename(aside.with_name(f"{aside.name}-old"))
         aside.rename(path)
         flush_to_disk(path.parent)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        for leftover in (aside, aside.with_name(f"{aside.name}-old")):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

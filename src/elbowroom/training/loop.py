@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -341,9 +340,7 @@ class Run:
                 format=options.lora_format,
             )
         path = job.run.result / self.family.denoiser
-        if path.exists():  # of an earlier, shorter run; its weights are in a checkpoint too
-            shutil.rmtree(path)
-        with folder_written_aside(path) as aside:
+        with folder_written_aside(path, replace=True) as aside:  # a shorter run may have been here before
             self.denoiser.save_pretrained(aside)
         return path
 
