@@ -173,11 +173,11 @@ def _refuse_unrepeatable(block: BlockPlan, module: nn.Module) -> None:
 
 
 def _accelerator_of(module: nn.Module) -> torch.device | None:
-    """Return the accelerator that the module's first parameter is on, or None for the CPU."""
+    """Return the accelerator that the module computes on, or None for the CPU."""
     parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type in ("cpu", "meta"):
-        return None
-    return parameter.device
+    if parameter is None:
+        return torch.accelerator.current_accelerator(check_available=True)
+    return None if parameter.device.type in ("cpu", "meta") else parameter.device
 
 
 def _same(value: Any) -> Any:

@@ -132,8 +132,8 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
     steps = options.steps or (options.epochs or 0) * summary.steps
     if options.lr_warmup_steps > steps:
         raise ValueError(
-            f"lr_warmup_steps {options.lr_warmup_steps} ({resolved.sources['lr_warmup_steps']}): only {steps} steps are "
-            f"done, so the learning rate would never get to its value; use at most {steps}"
+            f"lr_warmup_steps {options.lr_warmup_steps} ({resolved.sources['lr_warmup_steps']}): the run is only "
+            f"{steps} steps long, so the learning rate would never get to its value; use at most {steps}"
         )
     return Job(
         resolved=resolved,
