@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -17,10 +17,10 @@ def peak_bytes(step: Callable[[], None]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
-    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    profiler: Any = recorded.profiler  # torch has no public way to the single allocations
+    allocations = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     present = peak = 0
-    for event in events:
+    for event in sorted(allocations, key=lambda event: event.start_ns()):
         present += event.nbytes()
         peak = max(peak, present)
     return peak
@@ -40,8 +40,3 @@ def median_seconds(steps: Mapping[str, Callable[[], None]], rounds: int) -> dict
             step()
             seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(measured) for name, measured in seconds.items()}
-
-
-def fixed_threads(count: int) -> None:
-    """Use this many threads, so that tables from different machines compare."""
-    torch.set_num_threads(count)

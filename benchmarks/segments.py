@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from counting import fixed_threads, median_seconds, peak_bytes
+from counting import median_seconds, peak_bytes
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from rich.console import Console
 from rich.table import Table
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="picture tokens (default 1024)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     arguments = parser.parse_args()
-    fixed_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     steps = rows(build_inputs(arguments.tokens))
     seconds = median_seconds(steps, arguments.rounds)
     peaks = {name: peak_bytes(run) for name, run in steps.items()}

@@ -72,7 +72,7 @@ class Flux(Family):
     def predict_velocity(
         self, denoiser: Any, noisy: torch.Tensor, sigmas: torch.Tensor, conditioning: Conditioning, guidance: float
     ) -> torch.Tensor:
-        from diffusers import FluxPipeline
+        from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 
         batch, channels, height, width = noisy.shape
         prompt_embeds = conditioning["prompt_embeds"]
