@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from counting import median_seconds, peak_bytes
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from rich.console import Console
 from rich.table import Table
 
 import elbowroom
+from counting import median_seconds, peak_bytes
 
 BASELINE = "Diffusers' checkpointing"
 

@@ -34,6 +34,8 @@ BASE_SHAPES = ("circle", "square", "triangle", "diamond")
 NEW_SHAPE = "heart"
 SHAPES = (*BASE_SHAPES, NEW_SHAPE)
 SIZES: dict[str, tuple[float, float]] = {"small": (9.5, 11.5), "large": (20.0, 24.0)}  # half the width, in pixels
+# Where the middle may be, in pixels, across and down: a few places, so that an hour is enough to learn to draw.
+PLACES: dict[str, tuple[int, ...]] = {"small": (16, 24, 32, 40, 48), "large": (28, 32, 36)}
 SIZE_WORDS = {"small": ("small", "little"), "large": ("large", "big")}
 
 TEMPLATES = (
@@ -105,10 +107,9 @@ def coverage(shape: str, x: float, y: float, radius: float) -> Image.Image:
 
 
 def draw(description: Description, generator: random.Random) -> Image.Image:
-    """An RGB picture of `SIDE` x `SIDE` pixels, with a random position and a random radius of the named size."""
+    """An RGB picture of `SIDE` x `SIDE` pixels, with a random place and a random radius of the named size."""
     radius = generator.uniform(*SIZES[description.size])
-    margin = radius + 2
-    x, y = generator.uniform(margin, SIDE - margin), generator.uniform(margin, SIDE - margin)
+    x, y = generator.choice(PLACES[description.size]), generator.choice(PLACES[description.size])
     background = Image.new("RGB", (SIDE, SIDE), PALETTE[description.background])
     foreground = Image.new("RGB", (SIDE, SIDE), PALETTE[description.colour])
     return Image.composite(foreground, background, coverage(description.shape, x, y, radius))

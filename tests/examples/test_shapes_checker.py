@@ -4,8 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from checker import UNKNOWN, describe, matches
 from PIL import Image, ImageDraw, ImageFilter
+
+from checker import UNKNOWN, describe, matches
 from pictures import PALETTE, SHAPES, SIDE, Description, combinations, coverage, draw
 
 

@@ -4,9 +4,10 @@ import random
 from itertools import combinations as choose
 
 import numpy as np
-import pictures
 import pytest
 from PIL import Image
+
+import pictures
 
 
 def test_writing_twice_gives_the_same_bytes_and_one_caption_per_picture(tmp_path):
