@@ -4,10 +4,11 @@ Pictures of 64x64 pixels become latents of 8x8 with 16 channels, as Flux's own a
 """
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,7 +17,7 @@ from checker import describe
 from pictures import SHAPES, Description, combinations, draw
 
 CHANNELS = (8, 16, 32, 32)  # of the four levels; each level but the last halves the sides
-STEPS, BATCH, LEARNING_RATE = 3000, 8, 2e-3
+STEPS, BATCH, LEARNING_RATE = 7000, 8, 2e-3
 KL_WEIGHT = 5e-4  # just enough to keep the latents near a normal distribution
 
 
@@ -28,10 +29,13 @@ def make_autoencoder(seed: int) -> tuple[AutoencoderKL, float]:
     """
     torch.manual_seed(seed)
     levels = len(CHANNELS)
+    shape: dict[str, Any] = {  # its type hints allow for one level only
+        "down_block_types": ("DownEncoderBlock2D",) * levels,
+        "up_block_types": ("UpDecoderBlock2D",) * levels,
+        "block_out_channels": CHANNELS,
+    }
     vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        block_out_channels=CHANNELS,
+        **shape,
         layers_per_block=1,
         latent_channels=16,
         # One group: with a channel or two to a group, normalisation would erase the colour of a plain background.
@@ -53,9 +57,9 @@ def drawn(count: int, seed: int) -> tuple[Tensor, list[Description]]:
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1, descriptions
 
 
-def _train(vae: AutoencoderKL, seed: int) -> None:
+def _train(vae: Any, seed: int) -> None:
     pictures, _ = drawn(4000, seed)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.03)
     vae.train()
     for _ in range(STEPS):
@@ -73,14 +77,14 @@ def _train(vae: AutoencoderKL, seed: int) -> None:
 
 
 @torch.no_grad()
-def _normalise(vae: AutoencoderKL, seed: int) -> None:
+def _normalise(vae: Any, seed: int) -> None:
     """Set shift and scale so that the latents a denoiser sees have mean 0 and standard deviation 1."""
     latents = vae.encode(drawn(500, seed)[0]).latent_dist.mean
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
 
 
 @torch.no_grad()
-def _readable(vae: AutoencoderKL, seed: int, count: int = 200) -> float:
+def _readable(vae: Any, seed: int, count: int = 200) -> float:
     pixels, descriptions = drawn(count, seed)
     decoded = vae.decode(vae.encode(pixels).latent_dist.mode()).sample
     bytes_ = ((decoded.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()

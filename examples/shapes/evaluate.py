@@ -10,9 +10,10 @@ import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import FluxPipeline
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from PIL import Image
 
 from checker import describe
@@ -27,7 +28,7 @@ def load(folder: Path, lora: Path | None) -> FluxPipeline:
     """The pipeline of a folder, in float32 on the CPU, with a LoRA (a file or its folder) if one is given."""
     pipeline = FluxPipeline.from_pretrained(folder)
     if lora is not None:
-        pipeline.load_lora_weights(lora)
+        pipeline.load_lora_weights(str(lora))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -37,7 +38,7 @@ def sample(pipeline: FluxPipeline, prompts: list[str], steps: int, seed: int) ->
     pictures: list[Image.Image] = []
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
-        pictures += pipeline(
+        drawn: Any = pipeline(
             batch,
             height=SIDE,
             width=SIDE,
@@ -45,7 +46,8 @@ def sample(pipeline: FluxPipeline, prompts: list[str], steps: int, seed: int) ->
             guidance_scale=1.0,
             max_sequence_length=pipeline.tokenizer_2.model_max_length,
             generator=[torch.Generator().manual_seed(seed + start + index) for index in range(len(batch))],
-        ).images
+        )
+        pictures += drawn.images
     return pictures
 
 
@@ -101,7 +103,7 @@ def main() -> int:
     parser.add_argument("--sheet", type=Path, default=Path("contact-sheet.png"), help="where the pictures go")
     arguments = parser.parse_args()
 
-    texts = list(HEART_PROMPTS) if arguments.heart else held_out_captions(200)
+    texts: list[str] = [*HEART_PROMPTS] if arguments.heart else held_out_captions(200)
     pictures = sample(load(arguments.pipeline, arguments.lora), texts, arguments.steps, arguments.seed)
     asked = [parse(text) for text in texts]
     verdicts = [verdict(describe(picture), want) for picture, want in zip(pictures, asked, strict=True)]

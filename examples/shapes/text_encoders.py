@@ -3,8 +3,8 @@
 A caption goes to both: T5 gives the denoiser one vector per token, CLIP one pooled vector for all of it. Each
 is trained with small heads that are thrown away afterwards. One set of heads must tell size, both colours and shape
 from the mean token (T5) or the pooled vector (CLIP), which forces the encoder to work out which colour belongs to what.
-Another must tell which pieces the caption was made of, so that a word which the captions of the base never use
-still reaches the denoiser as itself: part of the training captions have their shape's name replaced by an invented word.
+Another must tell which pieces the caption was made of, so that a word which the captions of the base never use still
+reaches the denoiser as itself: in part of the training captions, an invented word stands for the shape.
 """
 
 import json
@@ -13,12 +13,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from pictures import BASE_SHAPES, PALETTE, SIZES, Description, caption, held_out_captions, parse, split
 
@@ -27,7 +28,7 @@ WIDTH = 96  # of both encoders' outputs
 INVENTED_SHARE = 0.3  # of the training captions have an invented word for the shape
 WORD_START = "▁"  # SentencePiece's mark, U+2581
 LETTERS = [chr(code) for code in (*range(33, 127), *range(161, 256))]  # what T5's tokenizer can spell: Latin-1
-STEPS, BATCH, LEARNING_RATE = 1000, 64, 2e-3
+STEPS, BATCH, LEARNING_RATE = 1500, 64, 2e-3
 
 ATTRIBUTES: dict[str, list[str]] = {
     "size": list(SIZES),
@@ -75,10 +76,11 @@ def make_clip_tokenizer(seed: int) -> CLIPTokenizer:
     tokens = [*alphabet, *(f"{byte}</w>" for byte in alphabet), *("".join(merge) for merge in merges)]
     tokens = [*dict.fromkeys(tokens), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=MAX_TOKENS)
+    arguments: dict[str, Any] = {"vocab": vocabulary, "merges": merges}
+    return CLIPTokenizer(**arguments, model_max_length=MAX_TOKENS)
 
 
-def make_t5_tokenizer(seed: int) -> T5TokenizerFast:
+def make_t5_tokenizer(seed: int) -> T5Tokenizer:
     """A unigram tokenizer as T5's: whole words for the captions' words, letters for everything else.
 
     The vocabulary is settled by hand, so a piece's log-likelihood is the logarithm of its share, and nothing has to be
@@ -89,12 +91,13 @@ def make_t5_tokenizer(seed: int) -> T5TokenizerFast:
     pieces |= {WORD_START + word: math.log(count / words.total()) for word, count in words.most_common()}
     rarest = min(pieces.values())
     pieces |= dict.fromkeys([WORD_START, *LETTERS], rarest)  # so that a known word always beats its spelling
-    return T5TokenizerFast(vocab=list(pieces.items()), extra_ids=0, model_max_length=MAX_TOKENS)
+    return T5Tokenizer(vocab=list(pieces.items()), extra_ids=0, model_max_length=MAX_TOKENS)
 
 
 def make_clip(tokenizer: CLIPTokenizer, seed: int) -> tuple[CLIPTextModel, float]:
     """A trained CLIP text model, and the share of held-out captions whose pooled vector tells every attribute."""
     torch.manual_seed(seed)
+    vocabulary = tokenizer.get_vocab()
     encoder = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -104,9 +107,9 @@ def make_clip(tokenizer: CLIPTokenizer, seed: int) -> tuple[CLIPTextModel, float
             num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=MAX_TOKENS,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=vocabulary["<|startoftext|>"],
+            eos_token_id=vocabulary["<|endoftext|>"],
+            pad_token_id=vocabulary["<|endoftext|>"],
         )
     )
 
@@ -121,9 +124,10 @@ def make_clip(tokenizer: CLIPTokenizer, seed: int) -> tuple[CLIPTextModel, float
     return encoder, accuracy
 
 
-def make_t5(tokenizer: T5TokenizerFast, seed: int) -> tuple[T5EncoderModel, float]:
+def make_t5(tokenizer: T5Tokenizer, seed: int) -> tuple[T5EncoderModel, float]:
     """A trained T5 encoder, and the share of held-out captions whose tokens tell every attribute."""
     torch.manual_seed(seed)
+    vocabulary = tokenizer.get_vocab()
     encoder = T5EncoderModel(
         T5Config(
             vocab_size=len(tokenizer),
@@ -136,8 +140,8 @@ def make_t5(tokenizer: T5TokenizerFast, seed: int) -> tuple[T5EncoderModel, floa
             relative_attention_max_distance=MAX_TOKENS,
             dropout_rate=0.0,
             feed_forward_proj="gated-gelu",
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=vocabulary["<pad>"],
+            eos_token_id=vocabulary["</s>"],
         )
     )
 
@@ -162,7 +166,7 @@ class Heads(nn.Module):
 Look = Callable[[Tensor, Heads], tuple[Tensor, Tensor]]  # token ids, (B, L) -> summaries, (B, WIDTH); loss of pieces
 
 
-def _train(encoder: nn.Module, tokenizer: CLIPTokenizer | T5TokenizerFast, look: Look, seed: int) -> float:
+def _train(encoder: nn.Module, tokenizer: CLIPTokenizer | T5Tokenizer, look: Look, seed: int) -> float:
     """Train in place; returns the share of held-out captions of which all attributes are told right."""
     heads = Heads(len(tokenizer))
     parameters = [*encoder.parameters(), *heads.parameters()]
@@ -189,7 +193,7 @@ def _train(encoder: nn.Module, tokenizer: CLIPTokenizer | T5TokenizerFast, look:
     return torch.stack(right).all(dim=0).float().mean().item()
 
 
-def _tokenize(tokenizer: CLIPTokenizer | T5TokenizerFast, texts: Sequence[str]) -> Tensor:
+def _tokenize(tokenizer: CLIPTokenizer | T5Tokenizer, texts: Sequence[str]) -> Tensor:
     return tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 

@@ -14,8 +14,11 @@ from elbowroom.families import Conditioning
 from elbowroom.training.files import written_aside
 from elbowroom.training.pipeline import PipelineFolder
 
+# In pixels, of a sheet of pictures.
 _MARGIN = 8
-_LABEL_HEIGHT = 34
+_LABEL = 36
+_LEAST_SIDE = 128
+_SHEET_WIDTH = 1600
 
 
 def draw_prompts(
@@ -67,34 +70,39 @@ def save_picture(picture: Image.Image, path: Path) -> None:
         picture.save(aside, format="PNG")
 
 
-def sheet(columns: Sequence[tuple[str, Sequence[Image.Image]]], prompts: Sequence[str]) -> Image.Image:
-    """Return one picture with a row per prompt and a column per moment (before, after …), labelled.
+def sheet(moments: Sequence[tuple[str, Sequence[Image.Image]]], prompts: Sequence[str]) -> Image.Image:
+    """Return one picture with a cell per prompt, in which the pictures of several moments stand side by side.
 
     Small pictures are shown enlarged, so that a person can see them.
+
+    Args:
+        moments: title (before, after, step 100 ...) and the pictures of all prompts at that moment.
+        prompts: the texts, in the order of the pictures.
     """
-    side = max(max(picture.size) for _, pictures in columns for picture in pictures)
-    cell = side * max(1, 192 // side)
-    width = _MARGIN + len(columns) * (cell + _MARGIN)
-    row = _LABEL_HEIGHT + cell
-    canvas = Image.new("RGB", (width, _LABEL_HEIGHT + len(prompts) * row + _MARGIN), "white")
+    side = max(max(picture.size) for _, pictures in moments for picture in pictures)
+    scale = max(1, _LEAST_SIDE // side)
+    side *= scale
+    width = len(moments) * (side + _MARGIN)
+    height = _LABEL + side + _MARGIN
+    columns = min(len(prompts), max(1, _SHEET_WIDTH // width))
+    rows = -(-len(prompts) // columns)
+    canvas = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), "white")
     draw = ImageDraw.Draw(canvas)
-    font = ImageFont.load_default(14)
-    for column, (title, pictures) in enumerate(columns):
-        left = _MARGIN + column * (cell + _MARGIN)
-        draw.text((left, _MARGIN), title, fill="black", font=font)
-        for line, picture in enumerate(pictures):
-            scaled = picture.resize(
-                (picture.width * cell // side, picture.height * cell // side),
-                Image.Resampling.NEAREST if cell > side else Image.Resampling.LANCZOS,
-            )
-            canvas.paste(scaled, (left, _LABEL_HEIGHT + line * row + _LABEL_HEIGHT))
-    for line, prompt in enumerate(prompts):
-        top = _LABEL_HEIGHT + line * row + _MARGIN
-        draw.text((_MARGIN, top), _shortened(prompt, width - 2 * _MARGIN, font), fill="black", font=font)
+    font = ImageFont.load_default(13)
+    for index, prompt in enumerate(prompts):
+        left, top = _MARGIN + index % columns * width, _MARGIN + index // columns * height
+        draw.text((left, top), _shortened(prompt, width - _MARGIN, font), fill="black", font=font)
+        for title, pictures in moments:
+            draw.text((left, top + _LABEL // 2), title, fill="dimgray", font=font)
+            picture = pictures[index]
+            enlarged = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+            canvas.paste(enlarged, (left, top + _LABEL))
+            left += side + _MARGIN
     return canvas
 
 
 def _shortened(text: str, width: int, font: Any) -> str:
+    """The beginning of a text that is not wider than `width` pixels."""
     text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text
