@@ -275,3 +275,19 @@ def test_an_exception_in_the_middle_of_a_forward(failing):
             step(model, inputs)
         hook.remove()
         assert_identical(expected, step(model, inputs)[1])
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("family", BUILDERS)
+def test_a_lora_scale_for_one_forward_pass(family, interval):
+    """`joint_attention_kwargs={"scale": …}` changes the LoRA's scale and puts it back before the backward pass."""
+    model, inputs = BUILDERS[family](), INPUTS[family]()
+    add_lora(model)
+    _, unscaled = step(model, inputs)
+    scaled = {**inputs, "joint_attention_kwargs": {"scale": 0.5}}
+    _, expected = step(model, scaled)
+    with pytest.raises(AssertionError):
+        assert_identical(expected, unscaled)
+    with apply(model, interval):
+        _, actual = step(model, {**inputs, "joint_attention_kwargs": {"scale": 0.5}})
+    assert_identical(expected, actual)

@@ -178,3 +178,15 @@ def test_bad_patterns_are_refused(patterns, message):
 def test_unknown_models_ask_for_patterns():
     with pytest.raises(ValueError, match=r"the blocks of Stacks are not known; name them"):
         elbowroom.schedule(Stacks(), Controls())
+
+
+def test_blocks_of_a_u_net_are_not_guessed():
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 8), layers_per_block=1, cross_attention_dim=8, norm_num_groups=4,
+        attention_head_dim=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the blocks of UNet2DConditionModel are not known; name them"):
+        elbowroom.schedule(model, Controls())

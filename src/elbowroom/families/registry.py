@@ -25,10 +25,11 @@ def family_of_pipeline(pipeline_class: str) -> Family:
 
 
 def block_patterns(model: nn.Module) -> tuple[str, ...]:
-    """Return the block patterns of a model: its family's, else those that a Diffusers model declares itself.
+    """Return the block patterns of a model: its family's, else those that a Diffusers transformer declares itself.
 
-    Diffusers models list the class names of their repeated blocks in `_repeated_blocks` or `_no_split_modules`; the
-    lists that hold them are taken in the order in which they are registered.
+    Diffusers transformers list the class names of their blocks in `_repeated_blocks` or `_no_split_modules`; the lists
+    that hold them are taken in the order in which they are registered, which is that of execution. Lists inside lists
+    don't count: those of U-Nets are not registered in the order of execution.
 
     Raises:
         ValueError: the model is of neither kind, so the caller has to name the blocks.
@@ -41,7 +42,10 @@ def block_patterns(model: nn.Module) -> tuple[str, ...]:
     patterns = tuple(
         f"{path}.*"
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and all(type(m).__name__ in declared for m in module)
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(type(block).__name__ in declared for block in module)
+        and not any(part.isdigit() for part in path.split("."))
     )
     if not patterns:
         raise ValueError(

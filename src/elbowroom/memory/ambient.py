@@ -1,4 +1,4 @@
-"""The state around a call that changes what it computes: random numbers, autocast, the current device.
+"""The state around a call that changes what it computes: the current device, random numbers, autocast.
 
 A replay must see the state that the forward pass saw, and leave the state of the backward pass untouched.
 """
@@ -6,8 +6,9 @@ A replay must see the state that the forward pass saw, and leave the state of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,6 +54,13 @@ def autocast_as(settings: Sequence[Autocast]) -> Iterator[None]:
                     )
                 )
         yield
+
+
+def device_as(accelerator: torch.device | None) -> AbstractContextManager[Any]:
+    """Return a context in which the accelerator is the current device; None changes nothing."""
+    if accelerator is None or accelerator.index is None:
+        return nullcontext()
+    return torch.accelerator.device_index(accelerator.index)
 
 
 RandomState = tuple[torch.Tensor, torch.Tensor | None]

@@ -58,7 +58,7 @@ class Handle:
             return forward.original(*args, **kwargs)
         run = self._segment_for(forward)
         try:
-            result, stays_open = run.record(forward.block.name, forward.original, args, kwargs)
+            result, stays_open = run.record(forward.block.name, forward.module, forward.original, args, kwargs)
         except BaseException:
             self._close()
             raise
@@ -96,6 +96,8 @@ class _BlockForward:
         self.block = block
         self.position = position
         self.original: Callable[..., Any] = module.forward
+        # A block that is compiled for the forward pass only would save other tensors than its replay does.
+        self._call = torch.compiler.disable(handle._call)
         self._had_own_forward = "forward" in module.__dict__
         functools.update_wrapper(self, self.original)  # tools that look at the signature see the block's own
 
@@ -113,7 +115,7 @@ class _BlockForward:
             del self.module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.handle._call(self, args, kwargs)
+        return self._call(self, args, kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Copies and pickles of the model are plain models: they must not call the blocks of this one."""
@@ -133,7 +135,7 @@ def apply(model: nn.Module, plan: Plan, *, check_determinism: bool = False) -> H
             state is not restored.
 
     Raises:
-        ValueError: the plan names a block that the model does not have, or one that can't be recomputed.
+        ValueError: the plan names a block that the model does not have.
         RuntimeError: a plan is applied already, or the model's own checkpointing is switched on.
     """
     base = unwrap(model)
@@ -145,7 +147,7 @@ def apply(model: nn.Module, plan: Plan, *, check_determinism: bool = False) -> H
     refuse_nested(names)
     _refuse_own_checkpointing(base)
     for block in plan.blocks:
-        _refuse_unrepeatable(block, modules[block.name])
+        _refuse_second_plan(block, modules[block.name])
     return Handle(plan, [modules[name] for name in names], check_determinism=check_determinism)
 
 
@@ -159,17 +161,9 @@ def _refuse_own_checkpointing(base: nn.Module) -> None:
             )
 
 
-def _refuse_unrepeatable(block: BlockPlan, module: nn.Module) -> None:
+def _refuse_second_plan(block: BlockPlan, module: nn.Module) -> None:
     if isinstance(module.__dict__.get("forward"), _BlockForward):
         raise RuntimeError(f"a plan is applied to block {block.name!r} already; call `handle.remove()` first")
-    if block.segment is None:
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
-            raise ValueError(
-                f"block {block.name!r} can't be recomputed: running it twice would update the running statistics of "
-                f"its batch normalization ({name or 'itself'}) twice; leave the block out of the segments"
-            )
 
 
 def _accelerator_of(module: nn.Module) -> torch.device | None:

@@ -17,18 +17,30 @@ The idea of filling numbered slots from a replay, and of stopping it early, is t
 from __future__ import annotations
 
 import hashlib
+import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from elbowroom.memory import ambient
 from elbowroom.memory.counters import Counters
+from elbowroom.memory.module_state import (
+    Settings,
+    TensorStates,
+    first_difference,
+    same_tensors,
+    settings_as,
+    settings_of,
+    tensor_states,
+    version_of,
+)
 
 
 class ReplayError(RuntimeError):
@@ -57,7 +69,7 @@ class _ExternalInput:
 
     @property
     def changed(self) -> bool:
-        return _version(self.tensor) != self.version
+        return version_of(self.tensor) != self.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +77,12 @@ class _Call:
     """One recorded call of a block."""
 
     block_name: str
+    block: nn.Module
     forward: Callable[..., Any]
     leaves: list[Any]
     structure: TreeSpec
+    tensors: TensorStates
+    settings: Settings
     autocast: tuple[ambient.Autocast, ...]
     random_state: ambient.RandomState | None
 
@@ -84,7 +99,6 @@ class _Slot:
         "digest",
         "dtype",
         "index",
-        "kept",
         "segment",
         "shape",
         "value",
@@ -100,20 +114,27 @@ class _Slot:
         # Detached: the saved tensor may be the output of the very node that saves it, and would keep itself alive.
         self.value: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
-        self.kept = False
         self.digest = digest
 
     def keep(self) -> None:
         """Hold on to the value for good: the block can't be run again."""
-        self.kept = True
         self.segment = None
 
     def take(self) -> torch.Tensor:
         """Return the saved tensor, replaying the segment if need be."""
-        if self.value is None:
-            assert self.segment is not None, "only a slot of a segment gives its value away"
-            self.segment.replay()
-        value = self.value
+        segment = self.segment
+        if segment is None:
+            return self._checked(self.value)
+        with segment.lock:  # two threads may run backward through one graph
+            if segment.recording:
+                segment.read_while_recording = True
+                return self._checked(self.value)
+            if self.value is None:
+                segment.replay()
+            value, self.value = self.value, None
+            return self._checked(value)
+
+    def _checked(self, value: torch.Tensor | None) -> torch.Tensor:
         if value is None:
             raise ReplayError(f"the replay of block {self.block_name!r} saved fewer tensors than its forward pass did")
         if value._version != self.version:
@@ -121,8 +142,6 @@ class _Slot:
                 f"a tensor that block {self.block_name!r} saved for the backward pass was modified in place after it "
                 f"was saved: it is at version {value._version}, but {self.version} is needed"
             )
-        if not self.kept:
-            self.value = None
         return value
 
 
@@ -136,6 +155,8 @@ class SegmentRun:
         accelerator: device whose random state and autocast matter besides the CPU's, or None.
         check_determinism: compare every recomputed tensor with the original bit for bit, by a digest.
         last_block: position of the block that was recorded last.
+        recording: a block of the segment is being called right now.
+        read_while_recording: that block ran a backward pass of its own.
     """
 
     number: int
@@ -143,18 +164,35 @@ class SegmentRun:
     accelerator: torch.device | None
     check_determinism: bool = False
     last_block: int = -1
+    recording: bool = False
+    read_while_recording: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
     _calls: list[_Call] = field(default_factory=list)
     _slots: list[weakref.ref[_Slot]] = field(default_factory=list)
     _returned: dict[int, tuple[weakref.ref[torch.Tensor], _Link, int | None]] = field(default_factory=dict)
 
-    def record(self, block_name: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, bool]:
+    def record(
+        self, block_name: str, block: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> tuple[Any, bool]:
         """Call a block's forward, dropping what autograd saves in it.
 
         Returns:
             What the block returned, and whether further blocks may join the segment.
         """
         leaves, structure = tree_flatten((args, kwargs))
-        bound = [self._bind(leaf) for leaf in leaves]
+        holder = next((leaf for leaf in leaves if _holds_tensors(leaf)), None)
+        if holder is not None:
+            self._cannot_replay(
+                block_name,
+                f"gets a {type(holder).__name__} that holds tensors, into which can't be looked (register the class "
+                "with torch.utils._pytree)",
+                (),
+            )
+            return forward(*args, **kwargs), False
+
+        bound = self._bind(leaves)
+        modules = list(block.modules())
+        tensors, settings = tensor_states(modules), settings_of(modules)
         autocast = ambient.current_autocast(self.accelerator)
         random_before = ambient.random_state(self.accelerator)
         fresh: list[_Slot] = []
@@ -166,27 +204,34 @@ class SegmentRun:
             fresh.append(slot)
             return slot
 
-        with saved_tensors_hooks(pack, _Slot.take):
-            result = forward(*args, **kwargs)
+        self.recording, self.read_while_recording = True, False
+        try:
+            with saved_tensors_hooks(pack, _Slot.take):
+                result = forward(*args, **kwargs)
+        finally:
+            self.recording = False
 
         # Values are held until here because only now it is known whether the block can be run again. That does not
         # raise the peak: the backward pass will hold a whole segment's values at once.
+        reason = None
         if any(isinstance(leaf, _ExternalInput) and leaf.changed for leaf in bound):
-            for slot in fresh:
-                slot.keep()
-            self.counters.blocks_kept += 1
-            warnings.warn(
-                f"block {block_name!r} writes into its own input, so it can't be run again: its activations are kept",
-                stacklevel=2,
-            )
+            reason = "writes into its own input"
+        elif not same_tensors(tensors, tensor_states(list(block.modules()))):
+            reason = f"changes its own parameters or buffers ({first_difference(block, tensors)})"
+        elif self.read_while_recording:
+            reason = "runs a backward pass inside its forward pass"
+        if reason is not None:
+            self._cannot_replay(block_name, reason, fresh)
             return result, False
 
         for slot in fresh:
             slot.value = None
         unchanged = ambient.same_random_state(random_before, ambient.random_state(self.accelerator))
-        call = _Call(block_name, forward, bound, structure, autocast, None if unchanged else random_before)
+        random_state = None if unchanged else random_before
+        self._calls.append(
+            _Call(block_name, block, forward, bound, structure, tensors, settings, autocast, random_state)
+        )
         self._slots.extend(weakref.ref(slot) for slot in fresh)
-        self._calls.append(call)
         self._remember_outputs(result)
         self.counters.blocks_recorded += 1
         return result, True
@@ -213,36 +258,60 @@ class SegmentRun:
         self.counters.replays += 1
         outputs: list[list[Any]] = []
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), ambient.device_as(self.accelerator):
                 for call in self._calls:
+                    modules = list(call.block.modules())
+                    _check_block_unchanged(call, modules)
+                    args, kwargs = tree_unflatten(_resolve(call, outputs), call.structure)
                     self.counters.blocks_recomputed += 1
                     with (
+                        settings_as(modules, call.settings),
                         ambient.autocast_as(call.autocast),
                         ambient.random_state_as(call.random_state, self.accelerator),
                         saved_tensors_hooks(pack, _never_unpacked),
                     ):
-                        args, kwargs = tree_unflatten(_resolve(call, outputs), call.structure)
                         outputs.append(tree_leaves(call.forward(*args, **kwargs)))
         except _ReplayDone:
             pass
 
-    def _bind(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        returned = self._returned.get(id(leaf))
-        # The identity alone is not enough: a model may have written into the tensor between two blocks.
-        if returned is not None and returned[0]() is leaf and returned[2] == _version(leaf):
-            return returned[1]
-        return _ExternalInput(leaf.detach(), leaf.requires_grad, _version(leaf))
+    def _cannot_replay(self, block_name: str, reason: str, slots: Iterable[_Slot]) -> None:
+        """Keep the activations of a call that a replay could not repeat, and say so once."""
+        for slot in slots:
+            slot.keep()
+        self.counters.blocks_kept += 1
+        warnings.warn(
+            f"block {block_name!r} {reason}, so it can't be run again: its activations are kept", stacklevel=2
+        )
+
+    def _bind(self, leaves: list[Any]) -> list[Any]:
+        # One external input for each tensor object: a block may ask whether two arguments are the same object.
+        externals: dict[int, _ExternalInput] = {}
+        bound: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                bound.append(leaf)
+                continue
+            version = version_of(leaf)
+            returned = self._returned.get(id(leaf))
+            # The identity alone is not enough: a model may have written into the tensor between two blocks.
+            if returned is not None and returned[0]() is leaf and returned[2] == version:
+                bound.append(returned[1])
+                continue
+            if id(leaf) not in externals:
+                externals[id(leaf)] = _ExternalInput(leaf.detach(), leaf.requires_grad, version)
+            bound.append(externals[id(leaf)])
+        return bound
 
     def _remember_outputs(self, result: Any) -> None:
         call = len(self._calls) - 1
         for index, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, torch.Tensor):
-                self._returned[id(leaf)] = (weakref.ref(leaf), _Link(call, index), _version(leaf))
+                self._returned[id(leaf)] = (weakref.ref(leaf), _Link(call, index), version_of(leaf))
 
 
 def _resolve(call: _Call, outputs: list[list[Any]]) -> list[Any]:
+    """Return the leaves of a call's arguments for its replay."""
+    made: dict[int, torch.Tensor] = {}
     leaves = []
     for leaf in call.leaves:
         if isinstance(leaf, _Link):
@@ -253,10 +322,20 @@ def _resolve(call: _Call, outputs: list[list[Any]]) -> list[Any]:
                     f"an input of block {call.block_name!r} was modified in place after the block had read it, so the "
                     "block can't be recomputed; leave the block out of the segments, or don't modify its input"
                 )
-            leaves.append(leaf.tensor.detach().requires_grad_(leaf.requires_grad))
+            if id(leaf) not in made:
+                made[id(leaf)] = leaf.tensor.detach().requires_grad_(leaf.requires_grad)
+            leaves.append(made[id(leaf)])
         else:
             leaves.append(leaf)
     return leaves
+
+
+def _check_block_unchanged(call: _Call, modules: list[nn.Module]) -> None:
+    if not same_tensors(call.tensors, tensor_states(modules)):
+        raise ReplayError(
+            f"{first_difference(call.block, call.tensors)!r} of block {call.block_name!r} was replaced or modified in "
+            "place between the forward and the backward pass, so the block can't be recomputed"
+        )
 
 
 def _check_same(slot: _Slot, tensor: torch.Tensor, block_name: str) -> None:
@@ -264,12 +343,8 @@ def _check_same(slot: _Slot, tensor: torch.Tensor, block_name: str) -> None:
     if tensor.shape != slot.shape or tensor.dtype != slot.dtype or block_name != slot.block_name:
         raise ReplayError(
             f"block {slot.block_name!r} did not repeat itself: where its forward pass saved a {slot.dtype} tensor of "
-            f"shape {tuple(slot.shape)}, the replay of {block_name!r} saved {tensor.dtype} {tuple(tensor.shape)}"
-        )
-    if tensor._version != slot.version:
-        raise ReplayError(
-            f"a parameter or buffer of block {slot.block_name!r} was modified in place between the forward and the "
-            "backward pass, so the block can't be recomputed"
+            f"shape {tuple(slot.shape)}, the replay of {block_name!r} saved {tensor.dtype} {tuple(tensor.shape)}. A "
+            "context that was around the forward pass (sdpa_kernel, another default dtype) must be around backward too"
         )
     if slot.digest is not None and _digest(tensor) != slot.digest:
         raise ReplayError(
@@ -278,15 +353,20 @@ def _check_same(slot: _Slot, tensor: torch.Tensor, block_name: str) -> None:
         )
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    """Number of writes in place so far; None for tensors from inference mode, which don't count them."""
-    return None if tensor.is_inference() else tensor._version
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is an object with tensors inside, which pytree does not look into."""
+    if isinstance(leaf, (torch.Tensor, nn.Module)) or not hasattr(leaf, "__dict__"):
+        return False
+    return any(isinstance(value, torch.Tensor) for value in vars(leaf).values())
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that consists of other tensors
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return b"".join(_digest(getattr(tensor, name)) for name in names)
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(dense.numpy().tobytes()).digest()
 
 
 def _never_unpacked(_: None) -> torch.Tensor:
-    raise AssertionError("nothing runs backward through a replay")
+    raise ReplayError("a block ran a backward pass inside its replay, which its forward pass did not do")

@@ -1,0 +1,120 @@
+"""What a block computes with besides its arguments: its parameters and buffers, and the settings of its modules.
+
+A replay is right only if both are as they were in the forward pass. Tensors can't be put back, so a change of them is
+noticed; settings can (a LoRA's scale that Diffusers changes for one forward pass, `training`, a counter), and are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+TensorStates = list[tuple[torch.Tensor, int | None]]
+"""Every parameter and buffer, by identity, with the number of writes in place to it."""
+
+Settings = list[dict[str, Any]]
+"""For each module, its attributes that are plain values."""
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_CONTAINERS = frozenset({list, tuple, dict})
+# What every module has and no forward pass changes; `training` is the exception.
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_MISSING = object()
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of writes in place so far; None for tensors of inference mode, which don't count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def tensor_states(modules: Sequence[nn.Module]) -> TensorStates:
+    """Return identity and version of every parameter and buffer that the modules hold themselves."""
+    return [
+        (tensor, version_of(tensor))
+        for module in modules
+        for held in (module._parameters, module._buffers)
+        for tensor in held.values()
+        if tensor is not None
+    ]
+
+
+def same_tensors(one: TensorStates, other: TensorStates) -> bool:
+    """Whether these are the same tensors, not written to in between."""
+    return len(one) == len(other) and all(a is b and v == w for (a, v), (b, w) in zip(one, other, strict=True))
+
+
+def first_difference(block: nn.Module, recorded: TensorStates) -> str:
+    """Return the name of the first parameter or buffer of `block` that is not as it was recorded."""
+    known = {id(tensor): version for tensor, version in recorded}
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        if known.get(id(tensor), _MISSING) != version_of(tensor):
+            return name
+    return "a parameter or buffer that is gone"
+
+
+def settings_of(modules: Sequence[nn.Module]) -> Settings:
+    """Return a copy of all attributes that are numbers, texts or flags, or lists and dicts of such."""
+    return [_settings_of(module) for module in modules]
+
+
+@contextmanager
+def settings_as(modules: Sequence[nn.Module], wanted: Settings) -> Iterator[None]:
+    """Run a block of code with the given settings, then put the present ones back."""
+    present = settings_of(modules)
+    hidden = _put(modules, present, wanted)
+    try:
+        yield
+    finally:
+        _put(modules, settings_of(modules), present)
+        for attributes, name, value in hidden:
+            attributes[name] = value
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    found = {}
+    for name, value in module.__dict__.items():
+        if name in _INTERNAL:
+            continue
+        kind = type(value)
+        if kind in _PLAIN:
+            found[name] = value
+        elif kind in _CONTAINERS and all(type(item) in _PLAIN for item in _items(value)):
+            found[name] = value if kind is tuple else value.copy()
+    return found
+
+
+def _items(container: Any) -> Any:
+    return container.values() if type(container) is dict else container
+
+
+def _put(modules: Sequence[nn.Module], present: Settings, wanted: Settings) -> list[tuple[dict[str, Any], str, Any]]:
+    """Change the present settings into the wanted ones.
+
+    Returns:
+        The attributes that are no settings and had to make room for one: where they were, their name and value.
+    """
+    hidden = []
+    for module, now, then in zip(modules, present, wanted, strict=True):
+        if now == then:
+            continue
+        attributes = module.__dict__
+        for name in now.keys() - then.keys():
+            del attributes[name]
+        for name, value in then.items():
+            if name in now and now[name] == value:
+                continue
+            held = attributes.get(name, _MISSING)
+            if name not in now and held is not _MISSING:
+                hidden.append((attributes, name, held))
+            if type(held) is dict and type(value) is dict:  # in place: others may hold the same dict
+                held.clear()
+                held.update(value)
+            elif type(held) is list and type(value) is list:
+                held[:] = value
+            else:
+                attributes[name] = value.copy() if type(value) in (list, dict) else value
+    return hidden
