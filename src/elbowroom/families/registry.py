@@ -27,8 +27,8 @@ def family_of_pipeline(pipeline_class: str) -> Family:
 def block_patterns(model: nn.Module) -> tuple[str, ...]:
     """Return the block patterns of a model: its family's, else those that a Diffusers transformer declares itself.
 
-    Diffusers transformers list the class names of their blocks in `_repeated_blocks` or `_no_split_modules`; the lists
-    that hold them are taken in the order in which they are registered, which is that of execution. Lists inside lists
+    Diffusers transformers list the class names of their blocks in `_repeated_blocks`, else in `_no_split_modules`; the
+    lists that hold them are taken in the order in which they are registered, which is that of execution. Lists inside lists
     don't count: those of U-Nets are not registered in the order of execution.
 
     Raises:
@@ -38,7 +38,7 @@ def block_patterns(model: nn.Module) -> tuple[str, ...]:
     for family in FAMILIES:
         if name in family.blocks:
             return family.blocks[name]
-    declared = {*(getattr(model, "_repeated_blocks", None) or ()), *(getattr(model, "_no_split_modules", None) or ())}
+    declared = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None) or ()
     patterns = tuple(
         f"{path}.*"
         for path, module in model.named_modules()
