@@ -28,8 +28,8 @@ def block_patterns(model: nn.Module) -> tuple[str, ...]:
     """Return the block patterns of a model: its family's, else those that a Diffusers transformer declares itself.
 
     Diffusers transformers list the class names of their blocks in `_repeated_blocks`, else in `_no_split_modules`; the
-    lists that hold them are taken in the order in which they are registered, which is that of execution. Lists inside lists
-    don't count: those of U-Nets are not registered in the order of execution.
+    lists that hold them are taken in the order in which they are registered, which is that of execution. Lists inside
+    lists don't count: those of U-Nets are not registered in the order of execution.
 
     Raises:
         ValueError: the model is of neither kind, so the caller has to name the blocks.
