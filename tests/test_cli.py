@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from elbowroom.cli import app
+from elbowroom.training import loop, pipeline
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import draw_pictures, flags, run
 
@@ -53,18 +55,21 @@ def test_sample_draws_with_a_run_and_with_a_pipeline(tmp_path, flux_folder, pict
         model=flux_folder, data=pictures, output_dir=tmp_path / "runs", steps=2, learning_rate=0.5,
         validation_prompts="a red circle|a cat", validation_inference_steps=2, validation_guidance=1,
     )  # fmt: skip
-    wanted = ("--prompt", "a red circle", "--prompt", "a cat", "--precision", "fp32", "--device", "cpu")
+    wanted = ("--prompt", "a red circle", "--prompt", "a cat", "--device", "cpu")
     drawn = elbowroom("sample", job.run.path, *wanted, "--output", tmp_path / "tuned")
     assert drawn.exit_code == 0, drawn.output
     names = ["00-a-red-circle.png", "01-a-cat.png"]
     assert sorted(path.name for path in (tmp_path / "tuned").iterdir()) == names
-    for index, name in enumerate(names):  # the same pictures as in training
+    for index, name in enumerate(names):  # the same pictures as in training, so in the run's precision (fp32) too
         trained = job.run.samples / "step-00000002" / f"0{index}.png"
         assert Image.open(tmp_path / "tuned" / name).tobytes() == Image.open(trained).tobytes()
     size = ("--width", "32", "--height", "48", "--steps", "2", "--max-sequence-length", "20")
     plain = elbowroom("sample", flux_folder, *wanted, *size, "--output", tmp_path / "plain")
     assert plain.exit_code == 0, plain.output
     assert Image.open(tmp_path / "plain" / names[0]).size == (32, 48)
+    exact = elbowroom("sample", flux_folder, *wanted, *size, "--precision", "fp32", "--output", tmp_path / "exact")
+    assert exact.exit_code == 0, exact.output
+    assert Image.open(tmp_path / "exact" / names[0]).tobytes() != Image.open(tmp_path / "plain" / names[0]).tobytes()
     with_lora = elbowroom(
         "sample", flux_folder, *wanted, *size, "--lora", job.run.result, "--output", tmp_path / "lora"
     )
@@ -81,6 +86,17 @@ def test_sample_with_a_full_fine_tune(tmp_path, flux_folder, pictures):
     assert elbowroom("sample", job.run.path, *arguments).exit_code == 0
     drawn = Image.open(tmp_path / "out" / "00-a-red-circle.png")
     assert drawn.tobytes() == Image.open(job.run.samples / "step-00000002" / "00.png").tobytes()
+
+
+def test_sample_with_a_run_whose_lora_is_for_comfyui(tmp_path, flux_folder, pictures):
+    job, _, _ = run(
+        model=flux_folder, data=pictures, output_dir=tmp_path / "runs", steps=2, learning_rate=0.5,
+        lora_format="comfyui", validation_prompts="a cat", validation_inference_steps=2, validation_guidance=1,
+    )  # fmt: skip
+    drawn = elbowroom("sample", job.run.path, "--prompt", "a cat", "--device", "cpu", "--output", tmp_path / "out")
+    assert drawn.exit_code == 0, drawn.output
+    trained = Image.open(job.run.samples / "step-00000002" / "00.png")
+    assert Image.open(tmp_path / "out" / "00-a-cat.png").tobytes() == trained.tobytes()
 
 
 def test_inspect_shows_what_would_be_trained_on(tmp_path, pictures):
@@ -124,6 +140,18 @@ def test_help_names_every_option_of_train():
         ({"device": "cuda:7"}, "device cuda:7: this torch finds"),
         ({"steps": "ten"}, "ten"),
         ({"gradient_checkpointing_interval": "2"}, "no effect without gradient_checkpointing"),
+        (
+            {"guidance": "2"},
+            "guidance 2.0 (command line): has no effect on this model, which has no guidance embedding",
+        ),
+        (
+            {"name": "cache"},
+            "would be the folder of the run and of the cache; give the run another name (command line)",
+        ),
+        (
+            {"steps": "none", "epochs": "1", "lr_warmup_steps": "5"},
+            "is only 5 steps long, so the learning rate would never",
+        ),
     ],
 )
 def test_what_can_not_work_is_refused_before_any_work(tmp_path, flux_folder, pictures, changes, message):
@@ -149,3 +177,53 @@ def test_an_option_for_another_family_is_refused(tmp_path, pictures):
     ran = elbowroom("train", *flags(model=folder, data=pictures, steps=1, guidance=2, output_dir=tmp_path / "runs"))
     assert ran.exit_code == 1
     assert "guidance (command line): has no effect on sd3 models" in ran.output
+
+
+def test_the_weights_of_a_model_on_the_hub_are_fetched_last(tmp_path, flux_folder, pictures, monkeypatch):
+    """Hours of waiting must not end in a message about the data, or about a run that can't go on."""
+    fetched: list[bool] = []
+    monkeypatch.setattr(pipeline, "_downloaded", lambda model, *, weights: fetched.append(weights) or flux_folder)
+    options = {"model": "owner/name", "data": pictures, "steps": 1, "output_dir": tmp_path / "runs", "name": "run"}
+    refused = elbowroom("train", *flags(**options | {"data": tmp_path / "nowhere"}))
+    assert refused.exit_code == 1 and "nowhere is missing" in refused.output and fetched == [False]
+    assert elbowroom("train", "--dry-run", *flags(**options)).exit_code == 0 and fetched == [False] * 2
+    assert elbowroom("train", *flags(**options)).exit_code == 0 and fetched == [False] * 3 + [True]
+    refused = elbowroom("train", *flags(**options, seed=7))
+    assert refused.exit_code == 1 and "seed (command line): was 42, is 7" in refused.output
+    refused = elbowroom("train", *flags(**options, resume="never"))
+    assert refused.exit_code == 1 and fetched == [False] * 3 + [True] + [False] * 2
+
+
+def test_a_run_that_is_further_than_asked_has_nothing_to_do(tmp_path, flux_folder, pictures):
+    options = {"model": flux_folder, "data": pictures, "output_dir": tmp_path / "runs", "name": "run"}
+    run(**options, steps=3)
+    again = elbowroom("train", *flags(**options, steps=2))
+    assert again.exit_code == 0, again.output
+    assert "is at step 3, and 2 are asked for" in again.output
+
+
+def too_large_for_the_machine() -> torch.Tensor:
+    return torch.empty(2**50)
+
+
+def too_large_for_the_accelerator() -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
+
+
+@pytest.mark.parametrize("allocate", [too_large_for_the_machine, too_large_for_the_accelerator])
+def test_too_little_memory_is_told_in_one_line_with_what_helps(tmp_path, flux_folder, pictures, allocate, monkeypatch):
+    monkeypatch.setattr(loop.Run, "_losses", lambda *_: allocate())
+    ran = elbowroom("train", *flags(model=flux_folder, data=pictures, steps=1, output_dir=tmp_path / "runs"))
+    assert ran.exit_code == 1 and isinstance(ran.exception, SystemExit)
+    error = ran.output.splitlines()[-1]
+    assert error.startswith("error: there is not enough memory (")
+    assert all(option in error for option in ("gradient_checkpointing", "batch", "resolution", "precision"))
+
+
+def test_other_runtime_errors_are_not_taken_for_too_little_memory(tmp_path, flux_folder, pictures, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a mistake in the program")
+
+    monkeypatch.setattr(loop.Run, "_losses", broken)
+    ran = elbowroom("train", *flags(model=flux_folder, data=pictures, steps=1, output_dir=tmp_path / "runs"))
+    assert type(ran.exception) is RuntimeError

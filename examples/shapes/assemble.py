@@ -6,6 +6,7 @@ The denoiser is stored in bfloat16, which halves the folder; `from_pretrained` m
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -24,6 +25,11 @@ def assemble(parts: Path, denoiser: Path, folder: Path) -> None:
     """Write the pipeline of `parts` with the denoiser of another folder."""
     trained = FluxTransformer2DModel.from_pretrained(denoiser, dtype=torch.bfloat16)
     FluxPipeline.from_pretrained(parts, transformer=trained).save_pretrained(folder)
+    for file in folder.rglob("*.json"):
+        contents = json.loads(file.read_text(encoding="utf-8"))
+        # Diffusers notes where a part was loaded from, which is of no use on another machine.
+        if contents.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main() -> None:

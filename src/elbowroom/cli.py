@@ -55,6 +55,7 @@ def _failures_in_one_line(console: Console) -> Iterator[None]:
     from elbowroom.training.encoding import CacheMissError
     from elbowroom.training.loop import NonFiniteError
     from elbowroom.training.lora import LoraFileError
+    from elbowroom.training.memory_use import is_out_of_memory
     from elbowroom.training.run_folder import RunFolderError
 
     # Bad options, data and models are ValueErrors.
@@ -63,6 +64,16 @@ def _failures_in_one_line(console: Console) -> Iterator[None]:
         yield
     except expected as error:
         console.print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+        raise typer.Exit(FAILED) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        text = (
+            f"error: there is not enough memory ({said}). Less is needed with gradient_checkpointing, a smaller batch, "
+            "a lower resolution, or precision bf16"
+        )
+        console.print(Text(text, style="bold red"), soft_wrap=True)
         raise typer.Exit(FAILED) from None
 
 
@@ -97,7 +108,8 @@ def train(
                 return
             if job.resume and job.resume.step >= job.steps:
                 display.say(
-                    f"Nothing to do: {job.run.path} has all {job.steps} steps. More steps or epochs go on from there."
+                    f"Nothing to do: {job.run.path} is at step {job.resume.step}, and {job.steps} are asked for. More "
+                    "steps or epochs go on from there."
                 )
             outcome = run(job, display)
         except (KeyboardInterrupt, Interrupted) as stop:
@@ -125,11 +137,11 @@ def sample(
     height: Annotated[int | None, typer.Option(min=16, help="Height in pixels.")] = None,
     max_sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
-    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp32; unset: that of the run, else bf16.")] = None,
 ) -> None:
     """Draw pictures with a finished run, or with any pipeline and LoRA.
 
-    Given a run folder, model, LoRA, size and steps are those of the run.
+    Given a run folder, model, LoRA, size, steps and precision are those of the run.
     """
     console, errors = Console(), Console(stderr=True)
     with _failures_in_one_line(errors):

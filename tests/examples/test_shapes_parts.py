@@ -127,6 +127,8 @@ def test_assembling_keeps_all_parts_but_the_denoiser_which_is_halved(parts, tmp_
     for loaded, weight in zip(whole.transformer.parameters(), trained.parameters(), strict=True):
         assert loaded.dtype == torch.float32
         assert torch.equal(loaded, weight.bfloat16().float())
+    for file in (tmp_path / "whole").rglob("*.json"):
+        assert str(tmp_path) not in file.read_text(encoding="utf-8"), f"{file} tells where it was made"
 
 
 def test_evaluating_an_untrained_pipeline_finds_nothing_and_says_so(parts, tmp_path, monkeypatch, capsys):

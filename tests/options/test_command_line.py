@@ -74,8 +74,12 @@ def test_a_repeated_flag_makes_a_list_and_only_a_list() -> None:
     assert resolved is not None and resolved.options.validation_prompts == ("a|b", "c")
     resolved, _ = run([*REQUIRED, "--validation-prompts", "a|b"])
     assert resolved is not None and resolved.options.validation_prompts == ("a", "b")
-    resolved, output = run([*REQUIRED, "--rank", "4", "--rank", "5"])
-    assert resolved is None and 'rank (command line): must be a whole number of at least 1, but is ["4", "5"]' in output
+    resolved, output = run([*REQUIRED, "--rank", "4", "--rank", "5", "--model", "b/c", "--model", "d/e"])
+    assert resolved is None and output == (
+        "2 problems with the options:\n"
+        '  model (command line): is given 3 times ("owner/name", "b/c", "d/e"); give it once\n'
+        '  rank (command line): is given twice ("4", "5"); give it once\n'
+    )
 
 
 def test_problems_are_printed_and_nothing_runs() -> None:
@@ -116,7 +120,7 @@ def test_the_help_names_every_option_with_its_group_values_default_and_meaning(m
         assert option.flag in text
         assert _without_blanks(option.help) in text
         assert _without_blanks(option.kind.accepted) in text
-    assert "ofatleast1;default16)" in text
+    assert "between1and4096;default16)" in text
 
 
 def _without_blanks(text: str) -> str:

@@ -88,6 +88,15 @@ def test_resolved_options_read_back_as_equal_options(values: dict[str, Any], tmp
     assert again.model_copy(update={"name": resolved.options.name}) == resolved.options
 
 
+@pytest.mark.parametrize("model", ["a/b", "a/.b"])
+def test_the_file_of_a_run_without_a_name_repeats_that_run_wherever_it_is(model: str, tmp_path: Path) -> None:
+    resolved = read(None, {}, {**REQUIRED, "model": model} if model == "a/b" else {**REQUIRED, "model": f"/{model}"})
+    file = tmp_path / "copied.toml"
+    file.write_text(to_toml(resolved.options, resolved.sources), encoding="utf-8")
+    assert 'name = "b-pictures"  # default\n' in file.read_text()
+    assert read(file, {}, {}).options.run_folder == resolved.options.run_folder
+
+
 def test_options_of_a_file_read_back_as_equal_options(tmp_path: Path) -> None:
     config = tmp_path / "sha\npes.toml"
     config.write_text('model = "a/b"\ndata = "pictures"\nsteps = 3\n')

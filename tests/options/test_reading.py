@@ -124,8 +124,8 @@ def test_all_problems_come_at_once_with_place_value_and_nearest_spelling(config:
         '  ELBOWROOM_seed (environment): there is no such option (its value is "3"); did you mean ELBOWROOM_SEED?\n'
         '  lr_schedule (command line): there is no such option (its value is "cosine"); did you mean lr_scheduler?\n'
         '  precision (shapes.toml line 3): must be bf16 or fp32, but is "BF16"; did you mean bf16?\n'
-        '  steps (shapes.toml line 6): must be a whole number of at least 1, but is "ten"\n'
-        "  batch (shapes.toml line 7): must be a whole number of at least 1, but is 0\n"
+        '  steps (shapes.toml line 6): must be a whole number between 1 and 1000000000, but is "ten"\n'
+        "  batch (shapes.toml line 7): must be a whole number between 1 and 65536, but is 0\n"
         "  tensorboard (environment ELBOWROOM_TENSORBOARD): must be true or false (also yes or no, on or off, 1 or 0), "
         'but is "maybe"\n'
         '  gradient_checkpointing_interval (command line): must be a whole number of at least 1, but is "0"\n'
@@ -140,7 +140,7 @@ def test_all_problems_come_at_once_with_place_value_and_nearest_spelling(config:
 def test_a_mistake_is_reported_even_where_a_higher_source_overrides_it(config: Path) -> None:
     file = written(CONFIG.replace("rank = 8", 'rank = "many"'))
     assert problems_of(file, rank="4") == [
-        'rank (shapes.toml line 7): must be a whole number of at least 1, but is "many"'
+        'rank (shapes.toml line 7): must be a whole number between 1 and 4096, but is "many"'
     ]
 
 

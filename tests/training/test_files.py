@@ -1,5 +1,7 @@
 """Files and folders appear whole or not at all."""
 
+import os
+
 import pytest
 
 from elbowroom.training.files import folder_written_aside, remove_unfinished, write_text, written_aside
@@ -53,3 +55,16 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert len(remove_unfinished(tmp_path)) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["good.txt"]
     assert remove_unfinished(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_new_files_have_the_permissions_that_the_user_gives_to_new_files(tmp_path, umask, file_mode, folder_mode):
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "file.txt", "private?")
+        with folder_written_aside(tmp_path / "folder"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file.txt").stat().st_mode & 0o777 == file_mode
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == folder_mode

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from elbowroom.training.lora import LoraFileError, add_lora, lora_state, save_lora, to_comfyui, verify_lora
+from elbowroom.training.lora import FILE_NAMES, LoraFileError, add_lora, lora_state, save_lora, to_comfyui, verify_lora
 from tests.support.models import flux, flux_inputs, sd3, sd3_inputs
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -302,8 +302,9 @@ def test_an_untrained_adapter_is_not_saved(tmp_path: Path) -> None:
     model = tiny_flux()
     add_lora(model, rank=4, alpha=4, targets=["to_q"], seed=0)
     for form in ("diffusers", "comfyui"):
-        with pytest.raises(LoraFileError, match="all of its 2 up-matrices are zero"):
+        with pytest.raises(LoraFileError, match="all of its 2 up-matrices are zero") as failure:
             save_lora(model, tmp_path, pipeline_class=FluxPipeline, format=form)
+        assert f"the LoRA file {tmp_path / FILE_NAMES[form]} was not kept" in str(failure.value)
     assert list(tmp_path.iterdir()) == []
 
 

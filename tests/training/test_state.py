@@ -19,6 +19,7 @@ from elbowroom.training.names import plain_name, trainable_parameters
 from elbowroom.training.state import (
     load_training_state,
     load_weights,
+    read_counters,
     save_training_state,
     save_weights,
     training_state_bytes,
@@ -228,6 +229,27 @@ def test_optimizer_options_come_back_exactly(tmp_path: Path) -> None:
     }
     assert isinstance(restored["betas"], tuple)
     assert other.lr_scheduler.state_dict() == run.lr_scheduler.state_dict()
+
+
+def test_present_settings_win_over_saved_ones(tmp_path: Path) -> None:
+    """Moments and the step are state; the learning rate, betas and the form of the schedule are settings."""
+    run = make_run()
+    run.train(2)
+    run.optimizer.param_groups[0]["made_by_the_optimizer"] = [1, 2]
+    run.save(tmp_path)
+    other = make_run(seed=99)
+    parameters = other.optimizer.param_groups[0]["params"]
+    other.optimizer = torch.optim.AdamW(parameters, lr=4e-3, betas=(0.5, 0.6), weight_decay=0.3, eps=1e-5)
+    other.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(other.optimizer, lambda step: 1 / (step + 2))
+    other.load(tmp_path)
+    (group,) = other.optimizer.param_groups
+    assert (group["betas"], group["weight_decay"], group["eps"], group["initial_lr"]) == ((0.5, 0.6), 0.3, 1e-5, 4e-3)
+    assert group["made_by_the_optimizer"] == [1, 2]
+    assert group["lr"] == other.lr_scheduler.get_last_lr()[0] == 4e-3 / 4
+    other.optimizer.step()
+    other.lr_scheduler.step()
+    assert group["lr"] == 4e-3 / 5
+    assert read_counters(tmp_path) == {"step": 2, "loss": 1 / 3}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from elbowroom.options.group import Group, Option, options_in
 from elbowroom.options.memory import MemoryOptions
 from elbowroom.options.rules import broken_rules
 
-Seed = Annotated[int, Ge(0), Lt(2**63)]
+Steps = Annotated[int, Ge(1), Le(10**9)]
+Batch = Annotated[int, Ge(1), Le(2**16)]
 
 RunName = Annotated[str, Matching(r"[^./\\\0][^/\\\0]*", "a name without slashes that doesn't begin with a dot")]
 
@@ -57,13 +58,14 @@ class RunOptions(Group):
     output_dir: Path = Path("runs")
     """The folder that holds the run folders."""
 
-    seed: Seed = 42
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 42
     """Everything random in a run follows from this number: first weights, order of the data, noise, timesteps. The same
     seed and options give the same run."""
 
     resume: Literal["auto", "never"] = "auto"
-    """What happens if the run folder exists already. With auto, the run goes on from its newest complete checkpoint;
-    with never, it is not started."""
+    """What happens if the run folder exists already. With auto, the run goes on from its newest complete checkpoint,
+    if model, data and options are those it was started with (the learning rate and a few more may change); with never,
+    it is not started."""
 
     device: Device = "auto"
     """Where the computation runs. auto takes the accelerator that torch finds, else the CPU."""
@@ -78,7 +80,7 @@ class DataOptions(Group):
     """The folder of pictures, with folders inside it, each picture with its caption in a .txt file of the same stem or
     in a metadata.jsonl."""
 
-    resolution: Annotated[int, Ge(16)] = 1024
+    resolution: Annotated[int, Ge(16), Le(16384)] = 1024
     """Side, in pixels, of the square whose area every training picture has. Pictures are resized and cropped to the
     nearest of several shapes of this area; sides are multiples of what the model requires."""
 
@@ -86,14 +88,14 @@ class DataOptions(Group):
     """What to do with a picture that has no caption: skip it, train on it with the empty caption, or stop with an error
     before training."""
 
-    repeats: Annotated[int, Ge(1)] = 1
+    repeats: Annotated[int, Ge(1), Le(1_000_000)] = 1
     """How often each picture is seen in one epoch."""
 
     cache_dir: Path | None = None
     """Where encoded pictures and captions are kept, so that they are encoded only once. Unset: the folder cache in
     output_dir. Several runs can share it."""
 
-    max_sequence_length: Annotated[int, Ge(1)] | None = None
+    max_sequence_length: Annotated[int, Ge(1), Le(4096)] | None = None
     """Tokens that the large text encoder pads or cuts a caption to. Unset: the default of the model's pipeline (512 for
     Flux, 256 for SD3). Pictures should later be drawn with the same number."""
 
@@ -111,7 +113,7 @@ class TrainingOptions(Group):
     """lora trains small matrices beside the frozen layers and gives a small file; full trains all weights of the
     denoiser."""
 
-    rank: Annotated[int, Ge(1)] = 16
+    rank: Annotated[int, Ge(1), Le(4096)] = 16
     """Rank of the LoRA matrices: more can learn more, and takes more memory and a larger file."""
 
     alpha: Annotated[float, Gt(0)] | None = None
@@ -121,16 +123,16 @@ class TrainingOptions(Group):
     """Names of the layers that get a LoRA, or ends of their names, such as to_q. Unset: the attention layers that the
     model's family names."""
 
-    steps: Annotated[int, Ge(1)] | None = None
+    steps: Steps | None = None
     """Number of optimizer steps. Give either this or epochs."""
 
-    epochs: Annotated[int, Ge(1)] | None = None
+    epochs: Steps | None = None
     """How many times the whole data is seen. Give either this or steps."""
 
-    batch: Annotated[int, Ge(1)] = 1
+    batch: Batch = 1
     """Pictures per forward pass (the micro batch size). Memory grows with it."""
 
-    gradient_accumulation_steps: Annotated[int, Ge(1)] = 1
+    gradient_accumulation_steps: Batch = 1
     """Forward and backward passes per optimizer step. The effective batch is batch times this, at the memory of one
     batch."""
 
@@ -141,7 +143,7 @@ class TrainingOptions(Group):
     """The learning rate after the warm-up: constant, or falling to 0 at the last step along a line or half a cosine."""
 
     lr_warmup_steps: Annotated[int, Ge(0)] = 0
-    """Optimizer steps over which the learning rate rises from 0 to its value."""
+    """Optimizer steps over which the learning rate rises from 0, at the first step, to its value. Fewer than steps."""
 
     adam_beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Decay, per step, of AdamW's running mean of the gradient."""
@@ -149,7 +151,7 @@ class TrainingOptions(Group):
     adam_beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
     """Decay, per step, of AdamW's running mean of the squared gradient."""
 
-    adam_epsilon: Annotated[float, Gt(0)] = 1e-8
+    adam_epsilon: Annotated[float, Ge(1e-16)] = 1e-8
     """Added to AdamW's denominator, so that tiny gradients don't become large steps."""
 
     weight_decay: Annotated[float, Ge(0)] = 0.01
@@ -159,7 +161,7 @@ class TrainingOptions(Group):
     """Gradients whose norm over all trained weights is larger are scaled down to it. 0: never."""
 
     lora_format: Literal["diffusers", "comfyui"] = "diffusers"
-    """How the tensors in the saved LoRA file are named: as Diffusers loads them, or as ComfyUI does."""
+    """The LoRA is always saved as a file that Diffusers loads; comfyui adds one with the names that ComfyUI reads."""
 
 
 class ObjectiveOptions(Group):
@@ -197,7 +199,7 @@ class ValidationOptions(Group):
     validation_steps: Annotated[int, Ge(0)] = 0
     """Draws the prompts every this many optimizer steps. 0: only before and after training."""
 
-    validation_seed: Seed = 42
+    validation_seed: Annotated[int, Ge(0), Lt(2**63)] = 42
     """Seed of the first noise of validation pictures: the same each time, so that they can be compared."""
 
     validation_inference_steps: Annotated[int, Ge(1)] = 28
@@ -248,7 +250,8 @@ class Options(
     @property
     def run_folder(self) -> Path:
         """The folder of this run below `output_dir`."""
-        return self.output_dir / (self.name or f"{Path(self.model).name}-{self.data.name}")
+        # Without dots in front, as any name: the run's own configuration file names it.
+        return self.output_dir / (self.name or f"{Path(self.model).name}-{self.data.name}".lstrip("."))
 
     @property
     def cache_folder(self) -> Path:

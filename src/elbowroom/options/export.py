@@ -69,7 +69,9 @@ def to_toml(options: Options, sources: Mapping[str, Source]) -> str:
         for option in options_in(group):
             # A file's name may hold what a comment can't, such as a line break.
             source = "".join(each if each.isprintable() else "?" for each in str(sources.get(option.name, DEFAULT)))
-            lines.append(f"{option.name} = {toml_value(getattr(options, option.name))}  # {source}")
+            # The name of the run's folder, so that the file means this run wherever it is copied to.
+            value = options.run_folder.name if option.name == "name" else getattr(options, option.name)
+            lines.append(f"{option.name} = {toml_value(value)}  # {source}")
     return "\n".join(lines) + "\n"
 
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 from elbowroom.options.config_file import Entry, read_entries
 from elbowroom.options.definition import GROUPS, Options, all_options, defaults
 from elbowroom.options.group import ENVIRONMENT_PREFIX, Option
+from elbowroom.options.kinds import Either, Items
 from elbowroom.options.problems import OptionsError, Problem, nearest
 from elbowroom.options.rules import Broken, broken_rules
-from elbowroom.options.values import UNSET, ValueProblem, convert, shown
+from elbowroom.options.values import UNSET, Kind, ValueProblem, convert, shown
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def read(config: Path | None, environment: Mapping[str, str], command_line: Mapp
         if isinstance(given.raw, str) and not given.raw.strip():
             continue
         try:
-            value = convert(options[given.name].kind, given.raw, given.folder)
+            value = _converted(options[given.name].kind, given)
         except ValueProblem as problem:
             problems.append(Problem(given.name, str(given.source), problem.message, problem.suggestion))
             refused.add(given.name)
@@ -176,6 +177,15 @@ def _from_command_line(
         if name not in options
     ]
     return given, problems
+
+
+def _converted(kind: Kind, given: Given) -> Any:
+    """The native value; a flag that was repeated, which comes as a list, is no value for an option that is no list."""
+    kinds = kind.kinds if isinstance(kind, Either) else (kind,)
+    if given.source is COMMAND_LINE and isinstance(given.raw, list) and not any(isinstance(k, Items) for k in kinds):
+        times = "twice" if len(given.raw) == 2 else f"{len(given.raw)} times"
+        raise ValueProblem(f"is given {times} ({', '.join(map(shown, given.raw))}); give it once")
+    return convert(kind, given.raw, given.folder)
 
 
 def _named_after(config: Path, option: Option) -> dict[str, str]:

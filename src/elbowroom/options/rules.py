@@ -48,14 +48,9 @@ def _steps_or_epochs(values: Values, defaults: Values) -> tuple[str, str] | None
 
 def _warmup_within_steps(values: Values, defaults: Values) -> tuple[str, str] | None:
     steps, warmup = values["steps"], values["lr_warmup_steps"]
-    if steps is not None and warmup > steps:
-        return "lr_warmup_steps", f"must be at most steps ({steps}), but is {warmup}"
-    return None
-
-
-def _prompts_for_validation(values: Values, defaults: Values) -> tuple[str, str] | None:
-    if values["validation_steps"] and not values["validation_prompts"]:
-        return "validation_steps", "has no effect without validation_prompts; give prompts as well"
+    # The first step of a warm-up has a learning rate of 0: were all steps warm-up, the last would not reach the value.
+    if steps is not None and warmup >= steps:
+        return "lr_warmup_steps", f"must be below steps ({steps}), but is {warmup}"
     return None
 
 
@@ -78,10 +73,24 @@ def _only_with(option: str, needed: str, value: str) -> Rule:
     return Rule((option, needed), check)
 
 
+def _only_with_prompts(option: str) -> Rule:
+    """The rule that `option` may differ from its default only where there are prompts to draw."""
+
+    def check(values: Values, defaults: Values) -> tuple[str, str] | None:
+        if values[option] != defaults[option] and not values["validation_prompts"]:
+            return option, "has no effect without validation_prompts; give prompts as well"
+        return None
+
+    return Rule((option, "validation_prompts"), check)
+
+
 RULES = (
     Rule(("steps", "epochs"), _steps_or_epochs),
     Rule(("steps", "lr_warmup_steps"), _warmup_within_steps),
-    Rule(("validation_steps", "validation_prompts"), _prompts_for_validation),
+    _only_with_prompts("validation_steps"),
+    _only_with_prompts("validation_seed"),
+    _only_with_prompts("validation_inference_steps"),
+    _only_with_prompts("validation_guidance"),
     Rule(tuple(control.name for control in dataclasses.fields(Controls)), _controls),
     _only_with("rank", "training_type", "lora"),
     _only_with("alpha", "training_type", "lora"),

@@ -26,3 +26,9 @@ def device_named(name: str) -> torch.device:
                 f"device {name}: there are only {torch.accelerator.device_count()} of them, counted from 0"
             )
     return device
+
+
+def make_current(device: torch.device) -> None:
+    """Make `device` the one that torch means where no number is given: for its random state, memory and streams."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)

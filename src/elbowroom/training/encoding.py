@@ -19,6 +19,10 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being encoded, how much is done, and how much there is."""
 
 
+_FORMAT = 1
+"""Part of every key. Raise it when captions or pictures are prepared in another way, so that they are encoded anew."""
+
+
 class CacheMissError(RuntimeError):
     """Something that was encoded before training is no longer in the cache."""
 
@@ -71,6 +75,7 @@ def encode_captions(
     """Make sure that every caption is in the cache, and return the key of each."""
     components = [name for name in folder.family.text_components if name in folder.components]
     settings = {
+        "format": _FORMAT,
         "kind": "caption",
         "family": folder.family.name,
         "encoders": folder.fingerprint(components),
@@ -104,7 +109,7 @@ def encode_samples(
     progress: Progress,
 ) -> tuple[str, ...]:
     """Make sure that the latents of every sample are in the cache, and return their keys in order."""
-    settings = {"kind": "picture", "vae": folder.fingerprint(["vae"]), "dtype": str(dtype)}
+    settings = {"format": _FORMAT, "kind": "picture", "vae": folder.fingerprint(["vae"]), "dtype": str(dtype)}
     keys = [
         cache.key(file=sample.relative, digest=sample.digest, width=bucket.width, height=bucket.height, **settings)
         for sample, bucket in zip(samples, buckets, strict=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +29,8 @@ def written_aside(path: Path) -> Iterator[Path]:
     If the block raises, `path` stays as it was and the temporary file is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=ASIDE_PREFIX, suffix=path.suffix, dir=path.parent)
-    os.fchmod(descriptor, 0o644)
-    os.close(descriptor)
-    aside = Path(name)
+    aside = _unfinished_name(path).with_suffix(path.suffix)
+    aside.touch(exist_ok=False)  # unlike tempfile's, with the permissions that the user gives to new files
     try:
         yield aside
         flush_to_disk(aside)
@@ -58,8 +56,8 @@ def folder_written_aside(path: Path, *, replace: bool = False) -> Iterator[Path]
     if path.exists() and not replace:
         raise FileExistsError(f"{path} exists already and is not overwritten")
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=ASIDE_PREFIX, dir=path.parent))
-    aside.chmod(0o755)
+    aside = _unfinished_name(path)
+    aside.mkdir()
     try:
         yield aside
         for folder, _, names in os.walk(aside):
@@ -73,6 +71,10 @@ def folder_written_aside(path: Path, *, replace: bool = False) -> Iterator[Path]
     finally:
         for leftover in (aside, aside.with_name(f"{aside.name}-old")):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _unfinished_name(path: Path) -> Path:
+    return path.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from elbowroom.api import schedule
 from elbowroom.memory import Plan
+from elbowroom.options.definition import all_options
 from elbowroom.options.reading import Resolved
 from elbowroom.training.checkpoints import Checkpoint, CheckpointFolder, SkippedCheckpoint
 from elbowroom.training.data.buckets import Bucket, bucket_for
+from elbowroom.training.data.digests import index_name
 from elbowroom.training.data.scan import Scan, require_samples, scan
 from elbowroom.training.data.summary import Summary, summarize
 from elbowroom.training.devices import device_named
 from elbowroom.training.lora import add_lora
 from elbowroom.training.pipeline import ModelError, PipelineFolder
+from elbowroom.training.resume import Setup, check_setup, setup_of
 from elbowroom.training.run_folder import RunFolder, RunFolderError
-
-INDEX_NAME = "digests.json"
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,10 @@ class Job:
         data, buckets, summary: the pictures, the bucket of each, and what a person should know about them.
         steps_per_epoch, steps: optimizer steps.
         plan: the memory plan of the denoiser.
+        lora_targets, max_sequence_length: as in the options, or the family's defaults.
         trainable, total: numbers of parameters of the denoiser, with the LoRA.
         run: where output goes.
+        setup: what checkpoints remember of the options, the data and the model.
         resume: the checkpoint to go on from, or None.
         skipped_checkpoints: newer checkpoints that can't be used.
         notes: remarks that the user should see before the run starts.
@@ -51,9 +55,12 @@ class Job:
     steps_per_epoch: int
     steps: int
     plan: Plan
+    lora_targets: tuple[str, ...]
+    max_sequence_length: int
     trainable: int
     total: int
     run: RunFolder
+    setup: Setup
     resume: Checkpoint | None
     skipped_checkpoints: tuple[SkippedCheckpoint, ...]
     notes: tuple[str, ...]
@@ -61,14 +68,6 @@ class Job:
     @property
     def is_lora(self) -> bool:
         return self.resolved.options.training_type == "lora"
-
-    @property
-    def max_sequence_length(self) -> int:
-        return self.resolved.options.max_sequence_length or self.folder.family.max_sequence_length
-
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        return self.resolved.options.lora_targets or self.folder.family.lora_targets
 
     @property
     def validation_guidance(self) -> float:
@@ -85,10 +84,11 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         progress: called with what is being done, how much of it is done, and how much there is.
 
     Raises:
-        ModelError, DataError, RunFolderError, ValueError: the run can't start; the message says why and what to do.
+        ModelError, DataError, RunFolderError, CheckpointError, ValueError: the run can't start; the message says why
+            and what to do.
     """
     options = resolved.options
-    folder = PipelineFolder.open(options.model, weights=not dry_run)
+    folder = PipelineFolder.open(options.model, weights=False)
     device = device_named(options.device)
     resolved.check_family(folder.family.name)
 
@@ -100,12 +100,18 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
             f"resolution {options.resolution} ({resolved.sources['resolution']}): {folder.family.name} needs a "
             f"multiple of {pixel_step}, such as {max(below, pixel_step)} or {below + pixel_step}"
         )
+    _check_guidance(resolved, denoiser)
+    targets = options.lora_targets or folder.family.lora_targets
     if options.training_type == "lora":
-        targets = options.lora_targets or folder.family.lora_targets
         add_lora(denoiser, rank=options.rank, alpha=options.alpha or options.rank, targets=targets, seed=options.seed)
     plan = schedule(denoiser, options.controls())
 
     run = RunFolder(options.run_folder)
+    if run.path.resolve() == options.cache_folder.resolve():
+        raise RunFolderError(
+            f"{run.path} would be the folder of the run and of the cache; give the run another name "
+            f"({resolved.sources['name']}), or set cache_dir ({resolved.sources['cache_dir']}) to another folder"
+        )
     checkpoints = CheckpointFolder(run.checkpoints, options.checkpoints_keep)
     resume = _resume_from(run, checkpoints, options.resume)
 
@@ -114,7 +120,7 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
     data = scan(
         options.data,
         caption_missing=options.caption_missing,
-        index=options.cache_folder / INDEX_NAME if options.cache_folder.is_dir() else None,
+        index=options.cache_folder / index_name(options.data) if options.cache_folder.is_dir() else None,
         progress=lambda done, total: progress("pictures looked at", done, total),
     )
     require_samples(data)
@@ -130,11 +136,21 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         accumulation=options.gradient_accumulation_steps,
     )
     steps = options.steps or (options.epochs or 0) * summary.steps
-    if options.lr_warmup_steps > steps:
+    if options.lr_warmup_steps >= steps:
         raise ValueError(
             f"lr_warmup_steps {options.lr_warmup_steps} ({resolved.sources['lr_warmup_steps']}): the run is only "
-            f"{steps} steps long, so the learning rate would never get to its value; use at most {steps}"
+            f"{steps} steps long, so the learning rate would never get to its value; use at most {steps - 1}"
         )
+    max_sequence_length = options.max_sequence_length or folder.family.max_sequence_length
+    setup = setup_of(options, data.samples, lora_targets=targets, max_sequence_length=max_sequence_length)
+    changes = check_setup(resume, setup, resolved.sources) if resume else ()
+    if not (folder.complete or dry_run):
+        folder = PipelineFolder.open(options.model)  # last: whatever else can be refused was refused before the wait
+    if folder.complete:
+        model = {"model": f"weights with the digest {folder.fingerprint(folder.components)[:16]}"}
+        setup |= model
+        if resume:
+            check_setup(resume, model, resolved.sources)
     return Job(
         resolved=resolved,
         folder=folder,
@@ -146,13 +162,25 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         steps_per_epoch=summary.steps,
         steps=steps,
         plan=plan,
+        lora_targets=targets,
+        max_sequence_length=max_sequence_length,
         trainable=_count(denoiser, trainable_only=True),
         total=_count(denoiser),
         run=run,
+        setup=setup,
         resume=resume,
         skipped_checkpoints=checkpoints.problems,
-        notes=plan.notes,
+        notes=(*plan.notes, *changes),
     )
+
+
+def _check_guidance(resolved: Resolved, denoiser: Any) -> None:
+    option = all_options()["guidance"]
+    if resolved.options.guidance != option.default and not denoiser.config.get("guidance_embeds", True):
+        raise ModelError(
+            f"guidance {resolved.options.guidance} ({resolved.sources['guidance']}): has no effect on this model, "
+            "which has no guidance embedding (guidance_embeds is false in its configuration); leave guidance out"
+        )
 
 
 def _resume_from(run: RunFolder, checkpoints: CheckpointFolder, resume: str) -> Checkpoint | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +13,22 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from diffusers.optimization import get_scheduler
-from PIL import Image
 
 from elbowroom.memory import Handle, apply
 from elbowroom.options.export import to_toml
 from elbowroom.training.checkpoints import CheckpointFolder
 from elbowroom.training.data.batches import Batch, accumulation_groups, epoch_batches
 from elbowroom.training.data.cache import TensorCache
+from elbowroom.training.devices import make_current
 from elbowroom.training.display import Display
 from elbowroom.training.encoding import Encoded, encode_captions, encode_samples
 from elbowroom.training.files import folder_written_aside, remove_unfinished, write_text
 from elbowroom.training.flow_matching import FlowMatching
 from elbowroom.training.job import Job
-from elbowroom.training.lora import add_lora, save_lora
+from elbowroom.training.lora import FILE_NAMES, LoraFormat, add_lora, save_lora
 from elbowroom.training.memory_use import peak_memory
+from elbowroom.training.run_folder import RunFolderError
+from elbowroom.training.sample_folders import Request, SampleFolders
 from elbowroom.training.samples import draw_prompts, save_picture, sheet
 from elbowroom.training.state import load_training_state, save_training_state, training_state_bytes
 
@@ -34,7 +36,7 @@ EMPTY_CAPTION = ""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient is not a finite number. The step was not applied; the last checkpoint is intact."""
+    """A loss, gradient or trained weight is not a finite number. It was not saved; the last checkpoint is intact."""
 
 
 class Interrupted(Exception):
@@ -55,11 +57,13 @@ def train(job: Job, display: Display) -> Outcome:
 
     Raises:
         Interrupted: after Ctrl-C, when the state is saved.
-        NonFiniteError: the loss or a gradient became infinite or NaN.
+        NonFiniteError: the loss, a gradient or a weight became infinite or NaN.
     """
     options = job.resolved.options
+    make_current(job.device)
     with job.run.locked():
-        remove_unfinished(job.run.path)
+        for folder in (job.run.path, job.run.samples, job.run.result):
+            remove_unfinished(folder)
         write_text(job.run.configuration, to_toml(options, job.resolved.sources))
         with display.bars():
             encoded = _encode(job, display)
@@ -114,6 +118,7 @@ class Run:
         )
         self.generator = torch.Generator().manual_seed(options.seed)
         self.checkpoints = CheckpointFolder(job.run.checkpoints, options.checkpoints_keep)
+        self.samples = SampleFolders(job.run.samples)
         self.step = 0
         self.loss: float | None = None
         self.handle: Handle | None = None
@@ -226,7 +231,7 @@ class Run:
         limit = self.job.resolved.options.max_grad_norm
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if not torch.isfinite(norm):
-            self._fail("the gradient", [index for batch in group for index in batch])
+            self._fail(self._not_applied("the gradient", tuple(index for batch in group for index in batch)))
         if limit:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
         return norm.item()
@@ -234,18 +239,25 @@ class Run:
     def _check_finite(self, losses: torch.Tensor, batch: Batch) -> None:
         if not torch.isfinite(losses).all():
             bad = [index for index, loss in zip(batch, losses.tolist(), strict=True) if loss - loss != 0]
-            self._fail("the loss", bad)
+            self._fail(self._not_applied("the loss", tuple(bad)))
 
-    def _fail(self, what: str, indices: Sequence[int]) -> None:
-        """Stop before anything that is not finite gets into the weights or a checkpoint."""
+    def _check_weights(self) -> None:
+        """An optimizer can turn finite gradients into weights that are not."""
+        if not all(torch.isfinite(parameter).all() for parameter in self.parameters):
+            self._fail(f"a trained weight is not a finite number after step {self.step}, and was not saved")
+
+    def _not_applied(self, what: str, indices: Batch) -> str:
+        files = ", ".join(dict.fromkeys(self.job.data.samples[index].relative for index in indices))
+        return f"{what} of step {self.step + 1} is not a finite number; the step was not applied. Samples: {files}"
+
+    def _fail(self, problem: str) -> None:
+        """Stop before anything that is not finite gets into a checkpoint or the result."""
         tensors = [(name, p) for name, p in self.denoiser.named_parameters()]
         tensors += [(f"the gradient of {name}", p.grad) for name, p in tensors if p.grad is not None]
         bad = next((name for name, tensor in tensors if not torch.isfinite(tensor).all()), "none of the weights")
-        files = ", ".join(dict.fromkeys(self.job.data.samples[index].relative for index in indices))
         newest = self.checkpoints.newest()
         raise NonFiniteError(
-            f"{what} of step {self.step + 1} is not a finite number; the step was not applied. Samples: {files}. "
-            f"First tensor that is not finite: {bad}. "
+            f"{problem}. First tensor that is not finite: {bad}. "
             f"The last good checkpoint is {newest.path if newest else 'none yet'}. "
             "A lower learning_rate or precision=fp32 helps most often"
         )
@@ -306,12 +318,23 @@ class Run:
         }
 
     def _resume(self) -> None:
-        """Go on from the newest complete checkpoint; without one, start at step 0."""
+        """Go on from the newest complete checkpoint; without one, start at step 0.
+
+        Raises:
+            RunFolderError: it is not the one that was announced. Only now that the folder is locked does it stay so.
+        """
         self.checkpoints.clean()
-        run = self.job.run
-        if self.job.resume is not None:
-            counters = load_training_state(self.job.resume.path, **self._state())
+        run, announced = self.job.run, self.job.resume
+        newest = self.checkpoints.newest(check_contents=True)
+        if newest != announced:
+            raise RunFolderError(
+                f"{run.path} changed meanwhile: its newest checkpoint was {announced.path if announced else 'none'}, "
+                f"and is {newest.path if newest else 'none'}. Start again, and look at what will happen"
+            )
+        if newest is not None:
+            counters = load_training_state(newest.path, **self._state())
             self.step = counters["step"]
+        self.samples.remove_after(self.step)
         run.metrics.cut_after(self.step)
         run.timings.cut_after(self.step)
         recorded = run.metrics.read()
@@ -321,52 +344,52 @@ class Run:
         newest = self.checkpoints.newest()
         if newest is not None and newest.step == self.step:
             return
+        self._check_weights()
         self.job.run.metrics.flush()
         self.job.run.timings.flush()
+        counters = {"step": self.step, "setup": self.job.setup}
         self.checkpoints.save(
             self.step,
-            lambda folder: save_training_state(folder, **self._state(), counters={"step": self.step}),
+            lambda folder: save_training_state(folder, **self._state(), counters=counters),
             bytes_needed=training_state_bytes(self.denoiser, self.optimizer),
         )
 
     def _save_result(self) -> Path:
         job, options = self.job, self.job.resolved.options
+        self._check_weights()
         if job.is_lora:
-            return save_lora(
-                self.denoiser,
-                job.run.result,
-                pipeline_class=job.folder.pipeline_class,
-                component=self.family.denoiser,
-                format=options.lora_format,
-            )
+            # What draws with a run, here and elsewhere, expects the file for Diffusers; another format comes on top.
+            formats: dict[LoraFormat, None] = dict.fromkeys(("diffusers", options.lora_format))
+            place: dict[str, Any] = {"pipeline_class": job.folder.pipeline_class, "component": self.family.denoiser}
+            paths = [save_lora(self.denoiser, job.run.result, format=each, **place) for each in formats]
+            for unwanted in FILE_NAMES.keys() - formats.keys():  # left by a shorter run, and out of date now
+                (job.run.result / FILE_NAMES[unwanted]).unlink(missing_ok=True)
+            return paths[-1]
         path = job.run.result / self.family.denoiser
         with folder_written_aside(path, replace=True) as aside:  # a shorter run may have been here before
             self.denoiser.save_pretrained(aside)
         return path
 
     def _validate(self) -> None:
-        """Draw the fixed prompts with the present weights."""
-        job, options = self.job, self.job.resolved.options
-        prompts = options.validation_prompts
-        if not prompts or self._pictures_of(self.step) is not None:
+        """Draw the fixed prompts with the present weights, unless that was done before."""
+        job, request = self.job, self._request()
+        prompts = request.prompts
+        if not prompts or self.samples.load(self.step, request) is not None:
             return
         pictures = draw_prompts(
             job.folder,
             self.denoiser,
             [self.encoded.conditioning([prompt], job.device) for prompt in prompts],
             self.encoded.conditioning([EMPTY_CAPTION], job.device),
-            resolution=options.resolution,
-            seed=options.validation_seed,
-            inference_steps=options.validation_inference_steps,
-            guidance=job.validation_guidance,
+            resolution=request.resolution,
+            seed=request.seed,
+            inference_steps=request.inference_steps,
+            guidance=request.guidance,
             dtype=job.dtype,
             device=job.device,
             progress=self.display.progress,
         )
-        folder = self._samples_folder(self.step)
-        with folder_written_aside(folder) as aside:
-            for index, picture in enumerate(pictures):
-                picture.save(aside / f"{index:02d}.png")
+        folder = self.samples.save(self.step, pictures, request)
         overview = sheet([(f"step {self.step}", pictures)], prompts)
         save_picture(overview, folder.with_suffix(".png"))
         if self.board is not None:
@@ -377,22 +400,24 @@ class Run:
 
     def _compare(self) -> Path | None:
         """Save the first and the last pictures side by side."""
-        prompts = self.job.resolved.options.validation_prompts
-        before, after = self._pictures_of(0), self._pictures_of(self.step)
+        request = self._request()
+        prompts = request.prompts
+        before, after = self.samples.load(0, request), self.samples.load(self.step, request)
         if not prompts or before is None or after is None:
             return None
         path = self.job.run.samples / "before-after.png"
         save_picture(sheet([("before", before), (f"after {self.step} steps", after)], prompts), path)
         return path
 
-    def _samples_folder(self, step: int) -> Path:
-        return self.job.run.samples / f"step-{step:08d}"
-
-    def _pictures_of(self, step: int) -> list[Image.Image] | None:
-        files = sorted(self._samples_folder(step).glob("*.png"))
-        if len(files) != len(self.job.resolved.options.validation_prompts):
-            return None
-        return [Image.open(file).convert("RGB") for file in files]
+    def _request(self) -> Request:
+        options = self.job.resolved.options
+        return Request(
+            options.validation_prompts,
+            options.validation_seed,
+            options.resolution,
+            options.validation_inference_steps,
+            self.job.validation_guidance,
+        )
 
 
 @contextmanager

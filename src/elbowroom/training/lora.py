@@ -135,7 +135,7 @@ def save_lora(
             expected = {f"{component}.{name}": tensor for name, tensor in state.items()}
             layers = {f"{component}_lora_layers": state, f"{component}_lora_adapter_metadata": _metadata(config)}
             pipeline_class.save_lora_weights(aside.parent, weight_name=aside.name, **layers)
-        verify_lora(aside, expected)
+        verify_lora(aside, expected, name=path)
     return path
 
 
@@ -162,24 +162,26 @@ def to_comfyui(state: Mapping[str, torch.Tensor], *, alpha: float, component: st
     return renamed
 
 
-def verify_lora(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
+def verify_lora(path: Path, expected: Mapping[str, torch.Tensor], *, name: Path | None = None) -> None:
     """Open a saved LoRA file again and check that it holds what was trained.
 
     Args:
         expected: the tensors, by the names that the file must use.
+        name: what messages call the file, where it is still to be renamed.
 
     Raises:
         LoraFileError: the file is unreadable; a tensor is missing, surplus, different or not finite; a name has parts
             of a wrapper; or all up-matrices are zero, which an adapter that was trained can't be.
     """
+    name = name or path
     try:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise LoraFileError(f"the LoRA file {path} can't be read again: {error}") from error
+        raise LoraFileError(f"the LoRA file {name} can't be read again: {error}") from error
     missing, unexpected = set(expected) - set(found), set(found) - set(expected)
     ups = [tensor for name, tensor in found.items() if name.endswith((".lora_B.weight", ".lora_up.weight"))]
     problems = {
-        "names of wrappers": {name for name in found if _WRAPPER_PARTS.search(name)},
+        "names of wrappers": {each for each in found if _WRAPPER_PARTS.search(each)},
         "missing": missing,
         "unexpected": unexpected,
         "not finite": {name for name, tensor in found.items() if not tensor.isfinite().all()},
@@ -193,7 +195,7 @@ def verify_lora(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
     if not any(up.any() for up in ups):
         reasons.append(f"all of its {len(ups)} up-matrices are zero, so it would change nothing: it was not trained")
     if reasons:
-        raise LoraFileError(f"the LoRA file {path.name} for {path.parent} is wrong. {'; '.join(reasons)}")
+        raise LoraFileError(f"the LoRA file {name} was not kept, since it is wrong. {'; '.join(reasons)}")
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

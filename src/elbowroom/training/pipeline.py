@@ -28,10 +28,15 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class PipelineFolder:
-    """A pipeline in Diffusers' folder format, and the family it belongs to."""
+    """A pipeline in Diffusers' folder format, and the family it belongs to.
+
+    Attributes:
+        complete: whether the weights are there, and not only the configurations.
+    """
 
     path: Path
     family: Family
+    complete: bool = True
 
     @classmethod
     def open(cls, model: str, *, weights: bool = True) -> PipelineFolder:
@@ -39,12 +44,13 @@ class PipelineFolder:
 
         Args:
             model: path or id.
-            weights: for an id, fetch everything; otherwise only the configurations, which a dry run needs.
+            weights: for an id, fetch everything; otherwise only the configurations, which is enough to check options.
 
         Raises:
             ModelError: there is no such folder or repository, or its kind of pipeline can't be trained.
         """
-        path = Path(model) if Path(model).exists() else _downloaded(model, weights=weights)
+        local = Path(model).exists()
+        path = Path(model) if local else _downloaded(model, weights=weights)
         if not (path / MODEL_INDEX).is_file():
             raise ModelError(
                 f"{path} is not a pipeline in Diffusers' format: it has no {MODEL_INDEX}. A single checkpoint file is "
@@ -56,7 +62,7 @@ class PipelineFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{path / MODEL_INDEX} can't be read: {error!r}") from None
         try:
-            return cls(path, family_of_pipeline(name))
+            return cls(path, family_of_pipeline(name), complete=local or weights)
         except ValueError as error:
             raise ModelError(f"{path}: {error}") from None
 

@@ -92,14 +92,36 @@ class RecordFile:
                 os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all records. A last line that a killed process left half written is dropped."""
+        """Return all records. A last line that a crash left half written or unreadable is dropped.
+
+        Raises:
+            RunFolderError: another line can't be read.
+        """
         if not self.path.exists():
             return []
-        lines = self.path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+        lines = self.path.read_bytes().split(b"\n")[:-1]
+        records = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(_record(line))
+            except ValueError as error:
+                if number == len(lines):
+                    break
+                raise RunFolderError(
+                    f"{self.path} line {number} can't be read ({error}); put the line right or remove it. Training "
+                    "doesn't need it, but what was measured there can't be made again"
+                ) from None
+        return records
 
     def cut_after(self, step: int) -> None:
         """Drop the records of steps after `step`, which will be done again."""
         if self.path.exists():
             kept = [json.dumps(record) + "\n" for record in self.read() if record["step"] <= step]
             write_text(self.path, "".join(kept))
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    record = json.loads(line.decode("utf-8"))
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("it is no record of a step")
+    return record

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elbowroom.options.reading import Resolved, read
-from elbowroom.training.devices import device_named
+from elbowroom.training.devices import device_named, make_current
 from elbowroom.training.lora import FILE_NAMES
 from elbowroom.training.pipeline import PipelineFolder
 from elbowroom.training.run_folder import RunFolder
@@ -35,7 +35,7 @@ class Request:
     height: int | None
     max_sequence_length: int | None
     device: str
-    precision: str
+    precision: str | None
 
 
 def draw(request: Request) -> Iterator[Path]:
@@ -44,9 +44,10 @@ def draw(request: Request) -> Iterator[Path]:
     Raises:
         ValueError: the source is no run and no pipeline, or a value is not accepted.
     """
-    if request.precision not in _DTYPES:
+    if request.precision not in (None, *_DTYPES):
         raise ValueError(f"precision must be bf16 or fp32, but is {request.precision!r}")
     device = device_named(request.device)
+    make_current(device)
     trained = _run_at(Path(request.source))
     folder = PipelineFolder.open(trained.options.model if trained else request.source)
     pipeline = _pipeline(folder, request, trained, device)
@@ -66,7 +67,7 @@ def _run_at(path: Path) -> Resolved | None:
 
 
 def _pipeline(folder: PipelineFolder, request: Request, trained: Resolved | None, device: torch.device) -> Any:
-    dtype = _DTYPES[request.precision]
+    dtype = _DTYPES[request.precision or (trained.options.precision if trained else "bf16")]
     given: dict[str, Any] = {}
     lora = request.lora
     if trained is not None:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from elbowroom.training.checkpoints import CheckpointError, CheckpointMismatchError
 from elbowroom.training.names import trainable_parameters
@@ -43,6 +44,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     _copy_tensors(_load_matching(path, current), current)
 
 
+def read_counters(folder: Path) -> dict[str, Any]:
+    """Return the counters that `save_training_state` wrote into `folder`, without loading any tensor.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    return _load_values(folder / VALUES)["counters"]
+
+
 def training_state_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Mapping[str, torch.Tensor]] | None = None
 ) -> int:
@@ -60,7 +70,7 @@ def save_training_state(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    lr_scheduler: torch.optim.lr_scheduler.LRScheduler,
+    lr_scheduler: LambdaLR,
     generators: Mapping[str, torch.Generator],
     counters: Mapping[str, Any],
     tensors: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
@@ -71,7 +81,7 @@ def save_training_state(
         folder: an existing, empty folder, as `CheckpointFolder.save` hands it out.
         model: its trainable parameters are saved; it may be wrapped (DDP, `torch.compile`).
         optimizer: over parameters of `model`.
-        lr_scheduler: a scheduler whose state is JSON values, such as torch's `LambdaLR` over a plain function.
+        lr_scheduler: the schedule; of its state, the step is what counts.
         generators: the run's own random generators, by name.
         counters: steps, epochs, position in the data …: JSON values, by name.
         tensors: more tensors by group and name, such as `{"ema": {"weight": …}}`, each group in a file of its own.
@@ -103,14 +113,16 @@ def load_training_state(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    lr_scheduler: torch.optim.lr_scheduler.LRScheduler,
+    lr_scheduler: LambdaLR,
     generators: Mapping[str, torch.Generator],
     tensors: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Restore what `save_training_state` wrote, in place, and return its counters.
 
-    The arguments are those of `save_training_state`, made anew with the same options. All of it is read and compared
-    before anything is changed. The random state of the accelerator is restored where the checkpoint has one for
+    The arguments are those of `save_training_state`, made anew. All of it is read and compared before anything is
+    changed. Settings are not state: where the optimizer's options (learning rate, betas …) or the schedule were made
+    with other values than the saved ones, the present values hold, and the learning rate is the one that the present
+    schedule has at the saved step. The random state of the accelerator is restored where the checkpoint has one for
     the same kind of device; on another kind, its random numbers can't be the same.
 
     Raises:
@@ -130,7 +142,7 @@ def load_training_state(
     for name, group in (tensors or {}).items():
         _copy_tensors(new_groups[name], group)
     _set_optimizer_state(optimizer, new_optimizer)
-    lr_scheduler.load_state_dict(values["lr_scheduler"])
+    _set_schedule(lr_scheduler, values["lr_scheduler"])
     _set_random_state(new_random, values["random"], generators)
     return values["counters"]
 
@@ -197,9 +209,8 @@ def _matching_optimizer_state(
         indices = []
         for name in current:
             indices.append(position.setdefault(name, len(position)))
-        options = {key: group.get(key) for key in group if key != "params"} | saved["options"]
-        tuples = {key: tuple(options[key]) for key in group if isinstance(group[key], tuple)}  # JSON has lists alone
-        groups.append(options | tuples | {"params": indices})
+        # What both have was set by the user, now perhaps otherwise; what only the saved one has, the optimizer made.
+        groups.append(saved["options"] | group | {"params": indices})
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in _load_tensors(path).items():
         parameter_name, _, key = name.rpartition(".")
@@ -221,6 +232,16 @@ def _set_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]
                 # on the CPU, has kept the tensor that is mapped from the file, which may be deleted soon.
                 device = optimizer.state[parameters[index]][key].device
                 optimizer.state[parameters[index]][key] = value.to(device, copy=True)
+
+
+def _set_schedule(lr_scheduler: LambdaLR, saved: Mapping[str, Any]) -> None:
+    """Put a schedule at the saved step. The rates follow from the step alone: unchanged settings give the same bits."""
+    step = saved["last_epoch"]
+    rates = [base * share(step) for base, share in zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)]
+    place = {"last_epoch": step, "_step_count": saved["_step_count"], "_last_lr": rates}
+    lr_scheduler.load_state_dict(lr_scheduler.state_dict() | place)
+    for group, rate in zip(lr_scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 # ---- random state ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elbowroom.training.data.digests import DigestIndex, Facts
+from elbowroom.training.data.digests import DigestIndex, Facts, index_name
 
 FACTS = Facts("0" * 64, 4, 3)
 
@@ -28,18 +28,26 @@ def test_facts_come_back_in_another_process(tmp_path: Path, file: Path):
     assert again.get("b.png", file.stat()) is None
 
 
-@pytest.mark.parametrize("field", ["size", "mtime", "ctime"])
+@pytest.mark.parametrize("field", ["device", "inode", "size", "mtime", "ctime"])
 def test_any_change_makes_a_file_unknown(tmp_path: Path, file: Path, field: str):
     """E10: an edited file is read again."""
     index = DigestIndex(None)
     index.put("a.png", file.stat(), FACTS)
     values = list(file.stat())
     times = {name: getattr(file.stat(), name) for name in dir(file.stat()) if name.endswith("_ns")}
-    if field == "size":
-        values[6] += 1
+    if field in ("device", "inode", "size"):
+        values[{"inode": 1, "device": 2, "size": 6}[field]] += 1
     else:
         times[f"st_{field}_ns"] += 1
     assert index.get("a.png", os.stat_result(values, times)) is None
+
+
+def test_each_folder_has_its_own_index(tmp_path: Path):
+    """Two folders with the same relative names must not push each other's entries out, or take them for their own."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert index_name(tmp_path / "a") != index_name(tmp_path / "b")
+    assert index_name(tmp_path / "a") == index_name(tmp_path / "link") == index_name(tmp_path / "b" / ".." / "a")
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path, file: Path):
@@ -63,8 +71,9 @@ def test_an_index_that_did_not_change_is_not_written(tmp_path: Path, file: Path)
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"\xff\xfe", b'{"version": 0, "files": {}}', b'{"version": 1}', b'{"version": 1, "files": [1]}',
-     b'{"version": 1, "files": {"a.png": [1, 2]}}', b'{"version": 1, "files": {"a.png": [1, 2, 3, "d", "x", 4]}}'],
+    [b"", b"{", b"[]", b"\xff\xfe", b'{"version": 0, "files": {}}', b'{"version": 2}', b'{"version": 2, "files": [1]}',
+     b'{"version": 2, "files": {"a.png": [1, 2]}}',
+     b'{"version": 2, "files": {"a.png": [1, 2, 3, 4, 5, "d", "x", 4]}}'],
 )  # fmt: skip
 def test_a_damaged_index_is_rebuilt(tmp_path: Path, file: Path, content: bytes):
     path = tmp_path / "index.json"

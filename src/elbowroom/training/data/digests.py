@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Collection
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from ..files import write_text
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Facts:
 
 
 class DigestIndex:
-    """A JSON file that remembers `Facts` by relative path, valid while the file's size and times stay the same.
+    """A JSON file that remembers `Facts` by relative path, valid for the same file with the same size and times.
 
     The time of the last status change (ctime) is compared too, because it cannot be set back as the time of the last
     modification can. A missing or damaged index is an empty one. Without a path, nothing is remembered.
@@ -55,18 +56,29 @@ class DigestIndex:
         self._changed = False
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+def index_name(folder: Path) -> str:
+    """The name of the index of a data folder: each has its own, since relative paths repeat."""
+    return f"digests-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}.json"
 
 
-def _read(path: Path) -> dict[str, tuple[tuple[int, int, int], Facts]]:
+_Identity = tuple[int, int, int, int, int]
+
+
+def _identity(status: os.stat_result) -> _Identity:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _read(path: Path) -> dict[str, tuple[_Identity, Facts]]:
     try:
         content = json.loads(path.read_bytes())
         if content["version"] != _VERSION:
             return {}
         return {
-            relative: ((int(size), int(mtime), int(ctime)), Facts(str(digest), int(width), int(height)))
-            for relative, (size, mtime, ctime, digest, width, height) in content["files"].items()
+            relative: (
+                (int(device), int(inode), int(size), int(mtime), int(ctime)),
+                Facts(str(digest), int(width), int(height)),
+            )
+            for relative, (device, inode, size, mtime, ctime, digest, width, height) in content["files"].items()
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
