@@ -13,9 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from checker import matches
 from pictures import HEART_PROMPTS, heart_combinations, write
-from PIL import Image
 
 HERE = Path(__file__).parent
 RUN = Path("runs/heart")
@@ -45,7 +46,7 @@ def main() -> None:
     print(f"Look at {RUN / 'samples' / 'before-after.png'}")
     print(f"The LoRA: {RUN / 'result' / 'pytorch_lora_weights.safetensors'}")
     if after < LEAST_AFTER or before > MOST_BEFORE:
-        sys.exit(f"The demo is meant to end with at least {LEAST_AFTER} right, and to begin with at most {MOST_BEFORE}.")
+        sys.exit(f"That is not as it should be: at least {LEAST_AFTER} after, and at most {MOST_BEFORE} before.")
 
 
 if __name__ == "__main__":
