@@ -26,7 +26,7 @@ RIGHT, WRONG = (60, 190, 90), (225, 60, 60)
 
 def load(folder: Path, lora: Path | None) -> FluxPipeline:
     """The pipeline of a folder, in float32 on the CPU, with a LoRA (a file or its folder) if one is given."""
-    pipeline = FluxPipeline.from_pretrained(folder)
+    pipeline = FluxPipeline.from_pretrained(str(folder))
     if lora is not None:
         pipeline.load_lora_weights(str(lora))
     pipeline.set_progress_bar_config(disable=True)
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--at-least", type=share, default=0.0, help="share of right pictures, 0 to 1")
     parser.add_argument("--steps", type=int, default=16, help="sampling steps")
     parser.add_argument("--seed", type=int, default=0, help="of the first picture; the next ones count up")
-    parser.add_argument("--sheet", type=Path, default=Path("contact-sheet.png"), help="where the pictures go")
+    parser.add_argument("--sheet", type=Path, default=Path("build/shapes/contact-sheet.png"), help="where the pictures go")
     arguments = parser.parse_args()
 
     texts: list[str] = [*HEART_PROMPTS] if arguments.heart else held_out_captions(200)
