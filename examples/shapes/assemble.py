@@ -35,7 +35,9 @@ def assemble(parts: Path, denoiser: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Put the trained denoiser into the demo pipeline.")
     parser.add_argument("parts", type=Path, help="what make_parts.py made")
-    parser.add_argument("denoiser", type=Path, help="runs/base/result/transformer, which `elbowroom train base.toml` made")
+    parser.add_argument(
+        "denoiser", type=Path, help="runs/base/result/transformer, which `elbowroom train base.toml` made"
+    )
     parser.add_argument("folder", type=Path, help="where the pipeline goes; must not exist yet")
     arguments = parser.parse_args()
     if arguments.folder.exists():

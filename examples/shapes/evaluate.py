@@ -100,7 +100,9 @@ def main() -> int:
     parser.add_argument("--at-least", type=share, default=0.0, help="share of right pictures, 0 to 1")
     parser.add_argument("--steps", type=int, default=16, help="sampling steps")
     parser.add_argument("--seed", type=int, default=0, help="of the first picture; the next ones count up")
-    parser.add_argument("--sheet", type=Path, default=Path("build/shapes/contact-sheet.png"), help="where the pictures go")
+    parser.add_argument(
+        "--sheet", type=Path, default=Path("build/shapes/contact-sheet.png"), help="where the pictures go"
+    )
     arguments = parser.parse_args()
 
     texts: list[str] = [*HEART_PROMPTS] if arguments.heart else held_out_captions(200)

@@ -3,7 +3,7 @@
     python examples/shapes/make_parts.py DIR
 
 Trains the autoencoder and both text encoders on drawn pictures and their captions, adds a denoiser with random
-weights and a scheduler, and saves all of it as one `FluxPipeline`. Takes about ten minutes on two cores. The same
+weights and a scheduler, and saves all of it as one `FluxPipeline`. Takes about half an hour on two cores. The same
 seed gives the same weights on the same machine.
 """
 
