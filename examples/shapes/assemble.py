@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Put the trained denoiser into the demo pipeline.")
     parser.add_argument("parts", type=Path, help="what make_parts.py made")
     parser.add_argument(
-        "denoiser", type=Path, help="runs/base/result/transformer, which `elbowroom train base.toml` made"
+        "denoiser", type=Path, help="what `elbowroom train base.toml` made: runs/base/result/transformer"
     )
     parser.add_argument("folder", type=Path, help="where the pipeline goes; must not exist yet")
     arguments = parser.parse_args()

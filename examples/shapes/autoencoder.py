@@ -53,7 +53,7 @@ def drawn(count: int, seed: int) -> tuple[Tensor, list[Description]]:
     """Random pictures, (count, 3, 64, 64) from -1 to 1, and what they show."""
     generator = random.Random(seed)
     descriptions = generator.choices(combinations(SHAPES), k=count)
-    pixels = np.stack([np.asarray(draw(description, generator)) for description in descriptions])
+    pixels = np.stack([np.asarray(draw(description, generator, anywhere=True)) for description in descriptions])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1, descriptions
 
 

@@ -34,6 +34,7 @@ BASE_SHAPES = ("circle", "square", "triangle", "diamond")
 NEW_SHAPE = "heart"
 SHAPES = (*BASE_SHAPES, NEW_SHAPE)
 SIZES: dict[str, tuple[float, float]] = {"small": (9.5, 11.5), "large": (20.0, 24.0)}  # half the width, in pixels
+PLACES: dict[str, tuple[int, ...]] = {"small": (16, 24, 32, 40, 48), "large": (28, 32, 36)}  # pixels, across and down
 SIZE_WORDS = {"small": ("small", "little"), "large": ("large", "big")}
 
 TEMPLATES = (
@@ -104,13 +105,15 @@ def coverage(shape: str, x: float, y: float, radius: float) -> Image.Image:
     return mask.reduce(SUPERSAMPLING)
 
 
-def draw(description: Description, generator: random.Random) -> Image.Image:
-    """An RGB picture of `SIDE` x `SIDE` pixels: the shape in its middle, with a random radius of the named size.
+def draw(description: Description, generator: random.Random, *, anywhere: bool = False) -> Image.Image:
+    """An RGB picture of `SIDE` x `SIDE` pixels with a random radius of the named size.
 
-    In the middle, because captions say nothing of a place, and what they don't say takes longest to learn.
+    The shape is in the middle, because captions say nothing of a place, and what they don't say takes longest to learn.
+    With `anywhere` it is at one of `PLACES`, for the autoencoder, which should not depend on it.
     """
     radius = generator.uniform(*SIZES[description.size])
-    x = y = SIDE / 2
+    x = generator.choice(PLACES[description.size]) if anywhere else SIDE / 2
+    y = generator.choice(PLACES[description.size]) if anywhere else SIDE / 2
     background = Image.new("RGB", (SIDE, SIDE), PALETTE[description.background])
     foreground = Image.new("RGB", (SIDE, SIDE), PALETTE[description.colour])
     return Image.composite(foreground, background, coverage(description.shape, x, y, radius))
