@@ -97,7 +97,7 @@ class _BlockForward:
         self.position = position
         self.original: Callable[..., Any] = module.forward
         # A block that is compiled for the forward pass only would save other tensors than its replay does.
-        self._call = torch.compiler.disable(handle._call)
+        self._call: Callable[..., Any] = torch.compiler.disable(handle._call)
         self._had_own_forward = "forward" in module.__dict__
         functools.update_wrapper(self, self.original)  # tools that look at the signature see the block's own
 
