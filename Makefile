@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RUN := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow check format docs base clean
+.PHONY: help setup demo test test-slow check format docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

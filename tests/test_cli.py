@@ -137,6 +137,7 @@ def test_help_names_every_option_of_train():
         ({"data": "nowhere"}, "nowhere is missing"),
         ({"resolution": "34"}, "resolution 34 (command line): flux needs a multiple of 4, such as 32 or 36"),
         ({"lora_targets": "to_kk"}, "to_kk"),
+        ({"output_dir": "{pictures}/0.png"}, "output_dir (command line): {pictures}/0.png/cache can't be made"),
         ({"device": "cuda:7"}, "device cuda:7: this torch finds"),
         ({"steps": "ten"}, "ten"),
         ({"gradient_checkpointing_interval": "2"}, "no effect without gradient_checkpointing"),
@@ -159,7 +160,7 @@ def test_what_can_not_work_is_refused_before_any_work(tmp_path, flux_folder, pic
     options = {name: str(value).format(pictures=pictures) for name, value in options.items()}
     ran = elbowroom("train", *flags(**options))
     assert ran.exit_code in (1, 2), ran.output
-    assert message in ran.output
+    assert message.format(pictures=pictures) in ran.output
     assert "Traceback" not in ran.output
     assert not (tmp_path / "runs" / "cache").exists() or not list((tmp_path / "runs" / "cache").glob("*/*"))
 
@@ -227,3 +228,32 @@ def test_other_runtime_errors_are_not_taken_for_too_little_memory(tmp_path, flux
     monkeypatch.setattr(loop.Run, "_losses", broken)
     ran = elbowroom("train", *flags(model=flux_folder, data=pictures, steps=1, output_dir=tmp_path / "runs"))
     assert type(ran.exception) is RuntimeError
+
+
+def test_an_option_and_a_table_of_one_name(tmp_path):
+    config = tmp_path / "mine.toml"
+    config.write_text('data = "pictures"\n[data]\nresolution = 64\n')
+    ran = elbowroom("train", config)
+    assert ran.exit_code == 2
+    assert (
+        "mine.toml line 2): data is an option above and a table here; write the option data below [data]" in ran.output
+    )
+
+
+def test_sample_says_what_is_missing_and_overwrites_nothing(tmp_path, flux_folder, pictures):
+    job, _, _ = run(
+        model=flux_folder, data=pictures, output_dir=tmp_path / "runs", name="a", steps=1, learning_rate=0.5
+    )
+    draw = ("--prompt", "日本語", "--steps", "1", "--device", "cpu", "--output", tmp_path / "out")
+    small = ("--width", "32", "--height", "32", "--max-sequence-length", "20")
+    for _ in range(2):
+        drawn = elbowroom("sample", flux_folder, *draw, *small, "--lora", job.run.path)
+        assert drawn.exit_code == 0, drawn.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["00-日本語-2.png", "00-日本語.png"]
+    odd = elbowroom("sample", flux_folder, *draw, "--width", "50", "--height", "32")
+    assert odd.exit_code == 1 and "width 50: flux needs a multiple of 4" in odd.output
+    missing = elbowroom("sample", flux_folder, *draw, *small, "--lora", tmp_path / "nothing.safetensors")
+    assert missing.exit_code == 1 and "there is no LoRA file" in missing.output
+    (job.run.result / "pytorch_lora_weights.safetensors").unlink()
+    unfinished = elbowroom("sample", job.run.path, *draw)
+    assert unfinished.exit_code == 1 and "has no result yet" in unfinished.output

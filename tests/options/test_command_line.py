@@ -125,3 +125,16 @@ def test_the_help_names_every_option_with_its_group_values_default_and_meaning(m
 
 def _without_blanks(text: str) -> str:
     return "".join(text.split())
+
+
+def test_every_unknown_flag_is_named_with_what_was_meant() -> None:
+    from elbowroom.options.command_line import unknown_flags
+
+    known = {option.flag for option in all_options().values()} | {"--dry-run", "--help"}
+    arguments = normalise(["--stpes", "6", "--rank", "--8", "--dry-run", "--segment-stride=3", "--xyzzy", "file.toml"])
+    assert unknown_flags(arguments, known) == [
+        "there is no option --stpes; did you mean --steps?",
+        "there is no option --segment-stride; did you mean --gradient-checkpointing-segment-stride?",
+        "there is no option --xyzzy",
+    ]
+    assert unknown_flags(normalise(["--name", "--x", "--", "--y"]), known) == []

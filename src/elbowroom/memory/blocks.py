@@ -49,6 +49,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str]) -> tuple[Block, ...]:
     """
     if isinstance(patterns, str):
         raise ValueError(f"blocks must be a list of patterns, as in blocks=[{patterns!r}]")
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError('blocks must be patterns of names, as in blocks=["encoder.layers.*"], not modules')
     if not patterns:
         raise ValueError('no blocks were named; pass patterns such as blocks=["encoder.layers.*"]')
     modules = dict(unwrap(model).named_modules())

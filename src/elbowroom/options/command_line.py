@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from elbowroom.options.definition import GROUPS, all_options
 from elbowroom.options.export import explained
 from elbowroom.options.group import Option, options_in
 from elbowroom.options.kinds import BOOLEANS, Boolean, Either
-from elbowroom.options.problems import OptionsError
+from elbowroom.options.problems import OptionsError, nearest
 from elbowroom.options.reading import read
 from elbowroom.options.values import UNSET_WORDS
 
@@ -27,7 +27,12 @@ class OptionsCommand(TyperCommand):
     """A Typer command that takes flags in all the ways that `normalise` describes, and lists them by their groups."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, normalise(args))
+        arguments = normalise(args)
+        known = {flag for parameter in self.get_params(ctx) for flag in parameter.opts}
+        unknown = unknown_flags(arguments, known)
+        if unknown:
+            ctx.fail("; ".join(unknown))
+        return super().parse_args(ctx, arguments)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         # Typer makes panels only with Rich's markup; a plain help text needs the groups all the more.
@@ -102,6 +107,26 @@ def normalise(arguments: Sequence[str]) -> list[str]:
             if name in options and not equals and rest:
                 normalised.append(rest.pop(0))
     return normalised
+
+
+def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """What is wrong with each flag that does not exist, and which one was perhaps meant; `arguments` are normalised."""
+    takes_value = {option.flag for option in all_options().values()}
+    problems = []
+    rest = list(arguments)
+    while rest and rest[0] != "--":
+        argument = rest.pop(0)
+        name = argument.partition("=")[0]
+        if not name.startswith("--"):
+            continue
+        if name in known:
+            if name == argument and name in takes_value and rest:
+                rest.pop(0)
+            continue
+        holding = [flag for flag in sorted(known) if flag.endswith(name.removeprefix("-"))]
+        meant = holding[0] if holding else nearest(name, known)
+        problems.append(f"there is no option {name}" + (f"; did you mean {meant}?" if meant else ""))
+    return problems
 
 
 def _words(option: Option) -> tuple[str, ...]:

@@ -115,5 +115,9 @@ def _syntax_problems(path: Path, text: str, begins: int = 0) -> list[Problem]:
         line = int(position[1]) if position else begins or len(lines)
         written = lines[line - 1].strip()[:60] or "empty line"
         belongs = f"; it belongs to what begins on line {begins}" if 0 < begins < line else ""
+        if "overwrite a value" in str(error) and written.startswith("["):
+            name = _table_name(written)  # `model` and `data` are names of options and of tables
+            message = f"{name} is an option above and a table here; write the option {name} below [{name}] instead"
+            return [Problem(written, f"{path} line {line}", message)]
         return [Problem(written, f"{path} line {line}", f"can't be read as TOML: {error}{belongs}; {TOML_HINT}")]
     return []

@@ -63,7 +63,10 @@ def toml_value(value: object) -> str:
 
 def to_toml(options: Options, sources: Mapping[str, Source]) -> str:
     """All options as a TOML file that reads back as the same options, the source of each in a comment behind it."""
-    lines = ["# All options of a run, and where each value came from. Train with this file to repeat the run."]
+    lines = [
+        "# All options of a run, and where each value came from.",
+        "# To repeat the run, train with this file and another name.",
+    ]
     for group in GROUPS:
         lines += ["", f"[{group.group}]"]
         for option in options_in(group):
@@ -120,7 +123,7 @@ def to_table() -> Table:
 def to_resolved_table(resolved: Resolved) -> Table:
     """The value of every option of a run and its source, for the terminal."""
     # Folded, so that a long path is never cut off.
-    table = Table("option", Column("value", overflow="fold"), Column("from", overflow="fold"))
+    table = Table(Column("option", overflow="fold"), Column("value", overflow="fold"), Column("from", overflow="fold"))
     for group in GROUPS:
         table.add_section()
         for option in options_in(group):

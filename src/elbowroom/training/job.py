@@ -116,7 +116,14 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
     resume = _resume_from(run, checkpoints, options.resume)
 
     if not dry_run:
-        options.cache_folder.mkdir(parents=True, exist_ok=True)
+        name = "output_dir" if options.cache_dir is None else "cache_dir"
+        try:
+            options.cache_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"{name} ({resolved.sources[name]}): {options.cache_folder} can't be made ({error.strerror}); "
+                "name a folder that you may write to"
+            ) from None
     data = scan(
         options.data,
         caption_missing=options.caption_missing,

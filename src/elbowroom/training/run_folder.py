@@ -63,8 +63,14 @@ class RunFolder:
         Raises:
             RunFolderError: another process trains into this folder.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path} can't be written to ({error.strerror}); set output_dir or name to a folder that is yours"
+            ) from None
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -52,10 +52,11 @@ def draw(request: Request) -> Iterator[Path]:
     folder = PipelineFolder.open(trained.options.model if trained else request.source)
     pipeline = _pipeline(folder, request, trained, device)
     arguments = _arguments(request, trained, folder)
+    _check_size(arguments, folder, pipeline)
     for index, prompt in enumerate(request.prompts):
         generator = torch.Generator("cpu").manual_seed(request.seed + index)
         picture = pipeline(prompt, generator=generator, **arguments).images[0]
-        path = request.output / f"{index:02d}-{_slug(prompt)}.png"
+        path = _free(request.output / f"{index:02d}-{_slug(prompt)}.png")
         save_picture(picture, path)
         yield path
 
@@ -70,9 +71,13 @@ def _pipeline(folder: PipelineFolder, request: Request, trained: Resolved | None
     dtype = _DTYPES[request.precision or (trained.options.precision if trained else "bf16")]
     given: dict[str, Any] = {}
     lora = request.lora
+    if lora is not None and RunFolder(lora).configuration.is_file():
+        lora = RunFolder(lora).result  # a run folder stands for what it made
     if trained is not None:
         result = RunFolder(Path(request.source)).result
         if trained.options.training_type == "full":
+            if not result.is_dir():
+                raise ValueError(_unfinished(request.source))
             given[folder.family.denoiser] = folder.load_denoiser(dtype, at=result)
         else:
             lora = lora or result
@@ -80,9 +85,19 @@ def _pipeline(folder: PipelineFolder, request: Request, trained: Resolved | None
     if lora is not None:
         file = lora / FILE_NAMES["diffusers"] if lora.is_dir() else lora
         if not file.is_file():
-            raise ValueError(f"there is no LoRA file {file}; a run writes it when it is finished")
+            raise ValueError(_no_lora(file, trained, request))
         pipeline.load_lora_weights(file.parent, weight_name=file.name)
     return pipeline
+
+
+def _no_lora(file: Path, trained: Resolved | None, request: Request) -> str:
+    if trained is not None and request.lora is None:
+        return _unfinished(request.source)
+    return f"there is no LoRA file {file}; name a .safetensors file, the folder that holds it, or a run folder"
+
+
+def _unfinished(run: str) -> str:
+    return f"the run {run} has no result yet; the `elbowroom train` command that started it goes on and finishes it"
 
 
 def _arguments(request: Request, trained: Resolved | None, folder: PipelineFolder) -> dict[str, Any]:
@@ -101,5 +116,20 @@ def _arguments(request: Request, trained: Resolved | None, folder: PipelineFolde
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _check_size(arguments: dict[str, Any], folder: PipelineFolder, pipeline: Any) -> None:
+    step = folder.family.pixel_step(pipeline.vae, getattr(pipeline, folder.family.denoiser))
+    for name in ("width", "height"):
+        if arguments.get(name, step) % step:
+            raise ValueError(f"{name} {arguments[name]}: {folder.family.name} needs a multiple of {step}")
+
+
+def _free(path: Path) -> Path:
+    """Return `path`, or, if there is a file already, the same with a number: no picture is overwritten."""
+    number, free = 2, path
+    while free.exists():
+        free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
+    return free
+
+
 def _slug(prompt: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+    return re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60] or "picture"
