@@ -1,4 +1,4 @@
-"""The demo's autoencoder: a small `AutoencoderKL`, trained on drawn pictures in a few minutes.
+"""The demo's autoencoder: a small `AutoencoderKL`, trained on drawn pictures in about twenty minutes.
 
 Pictures of 64x64 pixels become latents of 8x8 with 16 channels, as Flux's own autoencoder does it.
 """

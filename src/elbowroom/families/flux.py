@@ -9,6 +9,7 @@ import torch
 
 from elbowroom.families.base import Conditioning, Family
 from elbowroom.families.latents import normalised_moments
+from elbowroom.families.lora_layers import JOINT_ATTENTION
 
 
 class Flux(Family):
@@ -25,14 +26,7 @@ class Flux(Family):
         "FluxControlNetModel": ("transformer_blocks.*", "single_transformer_blocks.*"),
     }
     lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",

@@ -9,6 +9,7 @@ import torch
 
 from elbowroom.families.base import Conditioning, Family
 from elbowroom.families.latents import normalised_moments
+from elbowroom.families.lora_layers import JOINT_ATTENTION
 
 
 class StableDiffusion3(Family):
@@ -32,14 +33,7 @@ class StableDiffusion3(Family):
         "SD3ControlNetModel": ("transformer_blocks.*",),
     }
     lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "attn2.to_q",
         "attn2.to_k",
         "attn2.to_v",

@@ -120,8 +120,8 @@ class TrainingOptions(Group):
     """The LoRA's output is scaled by alpha / rank. Unset: equal to rank, a scale of 1."""
 
     lora_targets: Annotated[tuple[str, ...], Separated(",")] | None = None
-    """Names of the layers that get a LoRA, or ends of their names, such as to_q. Unset: the attention layers that the
-    model's family names."""
+    """Names of the layers that get a LoRA, or ends of their names, such as to_q. Unset: the layers that the model's
+    family names: attention, for Flux also feed-forward."""
 
     steps: Steps | None = None
     """Number of optimizer steps. Give either this or epochs."""
