@@ -10,8 +10,11 @@ from torch import nn
 import elbowroom
 from elbowroom import BlockPlan, Controls, Plan
 from elbowroom.families import FAMILIES
-from elbowroom.memory import find_blocks, schedule_blocks
+from elbowroom.memory import ScopeModules, Treatments, find_blocks, schedule_blocks
 from tests.support.models import flux, sd3
+
+
+RECOMPUTED = Treatments.all("recompute")
 
 
 def plan_of(count: int, interval: int = 1, stride: int | None = None) -> Plan:
@@ -20,7 +23,7 @@ def plan_of(count: int, interval: int = 1, stride: int | None = None) -> Plan:
         gradient_checkpointing_interval=interval,
         gradient_checkpointing_segment_stride=stride,
     )
-    return schedule_blocks([f"blocks.{index}" for index in range(count)], controls)
+    return schedule_blocks([(f"blocks.{index}", ScopeModules()) for index in range(count)], controls)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_segments_start_every_stride_blocks(count, interval, more):
 
 
 def test_off_means_that_everything_is_kept():
-    plan = schedule_blocks(["a.0", "a.1"], Controls())
+    plan = schedule_blocks([("a.0", ScopeModules()), ("a.1", ScopeModules())], Controls())
     assert plan.strip() == "kk" and plan.segments == ()
 
 
@@ -100,7 +103,17 @@ def test_plans_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="a.0 more than once"):
         Plan((BlockPlan("a.0"), BlockPlan("a.0")))
     with pytest.raises(ValueError, match="segment 0 has a gap before a.2"):
-        Plan((BlockPlan("a.0", 0), BlockPlan("a.1"), BlockPlan("a.2", 0)))
+        Plan((BlockPlan("a.0", 0, RECOMPUTED), BlockPlan("a.1"), BlockPlan("a.2", 0, RECOMPUTED)))
+    with pytest.raises(ValueError, match="segment 0: the boundary is both kept and offloaded"):
+        Plan((BlockPlan("a.0", 0, RECOMPUTED), BlockPlan("a.1", 0, RECOMPUTED, "offload")))
+    with pytest.raises(ValueError, match="in a segment exactly if its rest is recomputed"):
+        BlockPlan("a.0", 0)
+    with pytest.raises(ValueError, match="no boundary to offload"):
+        BlockPlan("a.0", boundary="offload")
+    with pytest.raises(ValueError, match="its attention can't be treated apart"):
+        BlockPlan("a.0", treatments=Treatments(attention="offload"))
+    with pytest.raises(ValueError, match="no kernel to keep"):
+        BlockPlan("a.0", keep_kernel=True)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +122,19 @@ def test_plans_that_make_no_sense_are_refused():
         "",
         "[]",
         "{}",
-        '{"version": 2, "blocks": []}',
-        '{"version": 1}',
-        '{"version": 1, "blocks": [1]}',
-        '{"version": 1, "blocks": [{"name": "a"}]}',
-        '{"version": 1, "blocks": [{"name": "a", "segment": true}]}',
+        '{"version": 1, "blocks": []}',
+        '{"version": 2}',
+        '{"version": 2, "blocks": [1]}',
+        '{"version": 2, "blocks": [{"segment": null}]}',
+        '{"version": 2, "blocks": [{"name": "a", "segment": true}]}',
+        '{"version": 2, "blocks": [{"name": "a", "treatments": {"rest": "forget"}}]}',
+        '{"version": 2, "blocks": [{"name": "a", "treatments": {"mlp": "keep"}}]}',
+        '{"version": 2, "blocks": [{"name": "a", "boundary": "recompute"}]}',
+        '{"version": 2, "blocks": [{"name": "a", "modules": {"attention": "attn"}}]}',
+        '{"version": 2, "blocks": [{"name": "a", "other": 1}]}',
+        '{"version": 2, "blocks": [], "offload": {"limit": -1}}',
+        '{"version": 2, "blocks": [], "offload": {"store": "tape"}}',
+        '{"version": 2, "blocks": [], "offload": {"prefetch": "yes"}}',
     ],
 )
 def test_other_json_is_not_a_plan(text):

@@ -384,33 +384,6 @@ def test_a_backward_pass_inside_a_forward_pass(interval):
     assert handle.report().counters.blocks_kept == 3
 
 
-def compile_model(model):
-    return torch.compile(model, backend="aot_eager")
-
-
-def compile_blocks(model):
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    return model
-
-
-@pytest.mark.parametrize("first", ["compile", "apply"])
-@pytest.mark.parametrize("compiled", [compile_model, compile_blocks])
-def test_compiled_models(compiled, first):
-    """Blocks in segments run uncompiled, in the forward pass and in the replay."""
-    model = make()
-    expected = gradients(model)
-    if first == "compile":
-        whole = compiled(model)
-        handle = apply(whole, 2)
-    else:
-        handle = apply(model, 2)
-        whole = compiled(model)
-    actual = {name.removeprefix("_orig_mod."): gradient for name, gradient in gradients(whole).items()}
-    assert handle.report().counters.blocks_recomputed == 3
-    assert_identical(expected, actual)
-
-
 # --- what is passed between blocks ----------------------------------------------------------------------------------
 
 

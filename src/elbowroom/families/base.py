@@ -24,6 +24,8 @@ class Family(ABC):
         text_components: names of the components that turn captions into conditioning.
         blocks: for the denoiser's class, and for related classes that are trained with it (ControlNets): patterns of
             the blocks in execution order (see `elbowroom.memory.find_blocks`).
+        scopes: for classes of blocks whose parts can't be told by name and kind: patterns of the modules that form each
+            scope, relative to the block (see `elbowroom.memory.scopes`).
         lora_targets: default names of the linear layers that get a LoRA (PEFT's `target_modules`).
         max_sequence_length: default number of tokens that a caption is padded or cut to by the large text encoder.
         guidance: what `guidance_scale` means for the pipeline when it draws validation pictures; the default value.
@@ -37,6 +39,7 @@ class Family(ABC):
     denoiser_class: ClassVar[str]
     text_components: ClassVar[tuple[str, ...]]
     blocks: ClassVar[Mapping[str, tuple[str, ...]]]
+    scopes: ClassVar[Mapping[str, Mapping[str, tuple[str, ...]]]] = {}
     lora_targets: ClassVar[tuple[str, ...]]
     max_sequence_length: ClassVar[int]
     guidance: ClassVar[float]

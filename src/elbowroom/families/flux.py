@@ -25,6 +25,10 @@ class Flux(Family):
         "FluxTransformer2DModel": ("transformer_blocks.*", "single_transformer_blocks.*"),
         "FluxControlNetModel": ("transformer_blocks.*", "single_transformer_blocks.*"),
     }
+    scopes: ClassVar[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+        # The feed-forward part has no module of its own, and shares its output projection with attention.
+        "FluxSingleTransformerBlock": {"feed_forward": ("proj_mlp", "act_mlp", "proj_out")},
+    }
     lora_targets = (
         *JOINT_ATTENTION,
         "ff.net.0.proj",

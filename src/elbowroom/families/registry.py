@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import KeysView, Mapping
+
 from torch import nn
 
 from elbowroom.families.base import Family
@@ -34,22 +36,33 @@ def block_patterns(model: nn.Module) -> tuple[str, ...]:
     Raises:
         ValueError: the model is of neither kind, so the caller has to name the blocks.
     """
-    name = type(model).__name__
-    for family in FAMILIES:
-        if name in family.blocks:
-            return family.blocks[name]
+    for name in _class_names(model):
+        for family in FAMILIES:
+            if name in family.blocks:
+                return family.blocks[name]
     declared = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None) or ()
     patterns = tuple(
         f"{path}.*"
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
-        and all(type(block).__name__ in declared for block in module)
+        and all(not _class_names(block).isdisjoint(declared) for block in module)
         and not any(part.isdigit() for part in path.split("."))
     )
     if not patterns:
         raise ValueError(
-            f"the blocks of {name} are not known; name them in execution order, for example "
+            f"the blocks of {type(model).__name__} are not known; name them in execution order, for example "
             'blocks=["encoder.layers.*", "decoder.layers.*"]'
         )
     return patterns
+
+
+def scope_patterns(block: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """Return the patterns of a block's scopes that its family states; empty where names and kinds tell."""
+    names = _class_names(block)
+    return next((patterns for family in FAMILIES for name, patterns in family.scopes.items() if name in names), {})
+
+
+def _class_names(module: nn.Module) -> KeysView[str]:
+    """Return the names of a module's class and those above it: FSDP and others put a class of their own in front."""
+    return dict.fromkeys(kind.__name__ for kind in type(module).__mro__).keys()

@@ -4,9 +4,9 @@ from elbowroom.memory.apply import Handle, apply
 from elbowroom.memory.blocks import Block, find_blocks, unwrap
 from elbowroom.memory.controls import Controls, ControlsError
 from elbowroom.memory.counters import Counters, Report
-from elbowroom.memory.plan import BlockPlan, Plan
+from elbowroom.memory.errors import ReplayError
+from elbowroom.memory.plan import BlockPlan, OffloadSettings, Plan, ScopeModules, Treatments
 from elbowroom.memory.schedule import schedule_blocks
-from elbowroom.memory.segments import ReplayError
 
 __all__ = [
     "Block",
@@ -15,9 +15,12 @@ __all__ = [
     "ControlsError",
     "Counters",
     "Handle",
+    "OffloadSettings",
     "Plan",
     "ReplayError",
     "Report",
+    "ScopeModules",
+    "Treatments",
     "apply",
     "find_blocks",
     "schedule_blocks",

@@ -38,22 +38,20 @@ def current_autocast(accelerator: torch.device | None) -> tuple[Autocast, ...]:
     return tuple(Autocast.current(device_type) for device_type in types)
 
 
-@contextmanager
-def autocast_as(settings: Sequence[Autocast]) -> Iterator[None]:
-    """Run a block of code under the given autocast settings."""
-    with ExitStack() as stack:
-        for wanted in settings:
-            # Entering an autocast context clears a cache when it is left, so it is entered only where it matters.
-            if wanted.enabled or torch.is_autocast_enabled(wanted.device_type):
-                stack.enter_context(
-                    torch.autocast(
-                        wanted.device_type,
-                        dtype=wanted.dtype,
-                        enabled=wanted.enabled,
-                        cache_enabled=wanted.cache_enabled,
-                    )
-                )
-        yield
+def autocast_as(settings: Sequence[Autocast]) -> AbstractContextManager[Any]:
+    """Return a context with the given autocast settings."""
+    # Entering an autocast context clears a cache when it is left, so it is entered only where it matters.
+    wanted = [entry for entry in settings if entry.enabled or torch.is_autocast_enabled(entry.device_type)]
+    if not wanted:
+        return nullcontext()
+    stack = ExitStack()
+    for entry in wanted:
+        stack.enter_context(
+            torch.autocast(
+                entry.device_type, dtype=entry.dtype, enabled=entry.enabled, cache_enabled=entry.cache_enabled
+            )
+        )
+    return stack
 
 
 def device_as(accelerator: torch.device | None) -> AbstractContextManager[Any]:
@@ -81,21 +79,23 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
     return one[1] is None or other[1] is None or torch.equal(one[1], other[1])
 
 
+def random_state_as(state: RandomState | None, accelerator: torch.device | None) -> AbstractContextManager[Any]:
+    """Return a context with the given random state, which puts the present one back; None changes nothing."""
+    return nullcontext() if state is None else _random_state_as(state, accelerator)
+
+
 @contextmanager
-def random_state_as(state: RandomState | None, accelerator: torch.device | None) -> Iterator[None]:
-    """Run a block of code from the given random state, then put the present one back; None changes nothing."""
-    if state is None:
-        yield
-        return
+def _random_state_as(state: RandomState, accelerator: torch.device | None) -> Iterator[None]:
     present = random_state(accelerator)
-    _set_random_state(state, accelerator)
+    set_random_state(state, accelerator)
     try:
         yield
     finally:
-        _set_random_state(present, accelerator)
+        set_random_state(present, accelerator)
 
 
-def _set_random_state(state: RandomState, accelerator: torch.device | None) -> None:
+def set_random_state(state: RandomState, accelerator: torch.device | None) -> None:
+    """Put torch's default generators into a state that `random_state` returned."""
     torch.set_rng_state(state[0])
     if accelerator is not None and state[1] is not None:
         torch.get_device_module(accelerator).set_rng_state(state[1], accelerator)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from elbowroom.memory.plan import Plan
 
@@ -15,18 +18,47 @@ class Counters:
         segments: segments that forward passes went through.
         blocks_recorded: calls of blocks whose activations were dropped in the forward pass.
         blocks_recomputed: calls of blocks that were run again in a backward pass.
-        replays: runs of a whole segment in a backward pass.
+        replays: runs of a whole segment, or of a scope that is recomputed alone, in a backward pass.
+        scopes_recorded: calls of attention or feed-forward modules that are recomputed alone.
+        scopes_recomputed: such calls that were run again.
+        scopes_reused: calls of kept or offloaded scopes that a replay of their block did not have to run again.
         tensors_recomputed: saved tensors that a replay restored.
-        blocks_kept: calls of blocks in segments whose activations had to be kept, because the block writes into its
-            own input and can therefore not be run again.
+        blocks_kept: calls whose activations had to be kept, because they can't be run again (a warning names them).
+        records: storages that were offloaded.
+        bytes_offloaded: bytes that were copied to the store, by scope and for boundaries.
+        bytes_reloaded: bytes that were copied back.
+        bytes_deduplicated: bytes that were not copied since their storage was in the store already.
+        bytes_refused: bytes that were to be offloaded, but stayed: the store was at its limit, or the disk was full.
+        prefetch_hits: reloads that had been issued ahead of their use.
+        prefetch_waits: reloads that were issued when they were needed.
+        wait_seconds: time that the program stood still for copies, in seconds.
+        window_out: most bytes on their way to the store at one time.
+        window_in: most bytes reloaded, or on their way back, and not used yet.
+        store_peak: most bytes in the store at one time.
+        store_allocated: bytes of host memory or disk that the store has reserved.
     """
 
     segments: int = 0
     blocks_recorded: int = 0
     blocks_recomputed: int = 0
     replays: int = 0
+    scopes_recorded: int = 0
+    scopes_recomputed: int = 0
+    scopes_reused: int = 0
     tensors_recomputed: int = 0
     blocks_kept: int = 0
+    records: int = 0
+    bytes_offloaded: Counter[str] = field(default_factory=Counter)
+    bytes_reloaded: int = 0
+    bytes_deduplicated: int = 0
+    bytes_refused: int = 0
+    prefetch_hits: int = 0
+    prefetch_waits: int = 0
+    wait_seconds: float = 0.0
+    window_out: int = 0
+    window_in: int = 0
+    store_peak: int = 0
+    store_allocated: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,18 +68,42 @@ class Report:
     plan: Plan
     counters: Counters
 
-    def to_dict(self) -> dict[str, int | str]:
+    def to_dict(self) -> Mapping[str, Any]:
         return {"plan": self.plan.strip(), **asdict(self.counters)}
 
     def __str__(self) -> str:
         counters = self.counters
         lines = [
             f"plan: {self.plan.strip()} ({len(self.plan.blocks)} blocks, {len(self.plan.segments)} segments)",
-            f"forward: {counters.segments} segments, {counters.blocks_recorded} block calls dropped their activations",
-            f"backward: {counters.replays} replays, {counters.blocks_recomputed} block calls recomputed, "
-            f"{counters.tensors_recomputed} tensors restored",
+            f"forward: {counters.segments} segments, {counters.blocks_recorded} block calls and "
+            f"{counters.scopes_recorded} calls of scopes alone dropped their activations",
+            f"backward: {counters.replays} replays, {counters.blocks_recomputed} block calls and "
+            f"{counters.scopes_recomputed} calls of scopes alone recomputed, {counters.scopes_reused} calls of scopes "
+            f"reused, {counters.tensors_recomputed} tensors restored",
         ]
+        if self.plan.offloads:
+            parts = ", ".join(f"{scope} {_size(count)}" for scope, count in sorted(counters.bytes_offloaded.items()))
+            lines += [
+                f"offloaded: {counters.records} storages ({parts or 'nothing'}); {_size(counters.bytes_deduplicated)} "
+                f"more were in the store already; store at most {_size(counters.store_peak)}, "
+                f"{_size(counters.store_allocated)} reserved",
+                f"reloaded: {_size(counters.bytes_reloaded)}; {counters.prefetch_hits} ahead of use, "
+                f"{counters.prefetch_waits} on demand; {counters.wait_seconds:.2f} s of waiting; on their way at most "
+                f"{_size(counters.window_out)} out and {_size(counters.window_in)} in",
+            ]
+        if counters.bytes_refused:
+            lines.append(f"no room: {_size(counters.bytes_refused)} stayed, for the store had no room for them")
         if counters.blocks_kept:
-            lines.append(f"kept: {counters.blocks_kept} block calls write into their input and can't be recomputed")
+            lines.append(f"kept: {counters.blocks_kept} calls can't be run again (a warning says why)")
         lines.extend(f"note: {note}" for note in self.plan.notes)
         return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes for people: `1.5 MiB`."""
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"

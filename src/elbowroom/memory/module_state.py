@@ -6,8 +6,7 @@ noticed; settings can (a LoRA's scale that Diffusers changes for one forward pas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,18 @@ _CONTAINERS = frozenset({list, tuple, dict})
 # What every module has and no forward pass changes; `training` is the exception.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _MISSING = object()
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """Return `root` and all modules inside it, each once: `root.modules()` without the making of names."""
+    found = {id(root): root}
+    waiting = [root]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -61,24 +72,28 @@ def settings_of(modules: Sequence[nn.Module]) -> Settings:
     return [_settings_of(module) for module in modules]
 
 
-@contextmanager
-def settings_as(modules: Sequence[nn.Module], wanted: Settings) -> Iterator[None]:
-    """Run a block of code with the given settings, then put the present ones back."""
-    present = settings_of(modules)
-    hidden = _put(modules, present, wanted)
-    try:
-        yield
-    finally:
-        _put(modules, settings_of(modules), present)
-        for attributes, name, value in hidden:
+class settings_as:
+    """A context in which modules have the given settings; then the present ones are put back."""
+
+    def __init__(self, modules: Sequence[nn.Module], wanted: Settings):
+        self._modules = modules
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._present = settings_of(self._modules)
+        self._hidden = _put(self._modules, self._present, self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        _put(self._modules, settings_of(self._modules), self._present)
+        for attributes, name, value in self._hidden:
             attributes[name] = value
 
 
 def _settings_of(module: nn.Module) -> dict[str, Any]:
+    attributes = module.__dict__
     found = {}
-    for name, value in module.__dict__.items():
-        if name in _INTERNAL:
-            continue
+    for name in attributes.keys() - _INTERNAL:
+        value = attributes[name]
         kind = type(value)
         if kind in _PLAIN:
             found[name] = value

@@ -3,10 +3,45 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+Scope = Literal["attention", "feed_forward", "rest"]
+"""A part of a block; `rest` is the block without the other two."""
+
+Treatment = Literal["keep", "recompute", "offload"]
+"""What happens to the tensors that autograd saves in a scope."""
+
+StoreKind = Literal["pinned", "pageable", "disk"]
+"""Where offloaded bytes live: page-locked host memory, ordinary host memory, a file."""
+
+
+@dataclass(frozen=True)
+class Treatments:
+    """The treatment of each scope of a block."""
+
+    attention: Treatment = "keep"
+    feed_forward: Treatment = "keep"
+    rest: Treatment = "keep"
+
+    @classmethod
+    def all(cls, treatment: Treatment) -> Treatments:
+        """Return the same treatment for the whole block."""
+        return cls(treatment, treatment, treatment)
+
+    def __contains__(self, treatment: object) -> bool:
+        return treatment in (self.attention, self.feed_forward, self.rest)
+
+
+@dataclass(frozen=True)
+class ScopeModules:
+    """The modules that form the scopes of a block, as dotted names within the block; all else is `rest`."""
+
+    attention: tuple[str, ...] = ()
+    feed_forward: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -15,11 +50,79 @@ class BlockPlan:
 
     Attributes:
         name: dotted name of the block in the unwrapped model.
-        segment: number of the segment that the block is recomputed with, or None if its activations are kept.
+        segment: number of the segment that the block is recomputed with: exactly if its `rest` is recomputed.
+        treatments: what becomes of the saved tensors of each scope. Attention or feed-forward alone is recomputed as a
+            unit of its own. A scope that is kept or offloaded in a recomputed block is not run a second time.
+        boundary: what becomes of the tensors that enter what is recomputed (a segment, or a scope alone).
+        modules: where the scopes are.
+        keep_kernel: where attention is recomputed, keep the result of its kernel (softmax(QKᵀ)V), so that only the
+            projections around it are run again.
+
+    Raises:
+        ValueError: the parts contradict one another.
     """
 
     name: str
     segment: int | None = None
+    treatments: Treatments = Treatments()
+    boundary: Literal["keep", "offload"] = "keep"
+    modules: ScopeModules = ScopeModules()
+    keep_kernel: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.segment is not None) != (self.treatments.rest == "recompute"):
+            raise ValueError(
+                f"{self.name}: a block is in a segment exactly if its rest is recomputed, but the segment is "
+                f"{self.segment} and the treatment {self.treatments.rest!r}"
+            )
+        if self.boundary == "offload" and "recompute" not in self.treatments:
+            raise ValueError(f"{self.name}: nothing is recomputed, so there is no boundary to offload")
+        for scope in ("attention", "feed_forward"):
+            if getattr(self.treatments, scope) != self.treatments.rest and not getattr(self.modules, scope):
+                raise ValueError(
+                    f"{self.name}: its {scope} can't be treated apart, for no module of the block is known to be it"
+                )
+
+        if self.keep_kernel and (self.treatments.attention != "recompute" or not self.modules.attention):
+            raise ValueError(f"{self.name}: attention is not recomputed, so there is no kernel to keep")
+
+    def cell(self) -> str:
+        """One letter where the whole block is treated alike, else three: attention, feed-forward, rest.
+
+        `k` kept, `r` recomputed, `o` offloaded; a capital `K` for attention whose kernel alone is kept.
+        """
+        treatments = self.treatments
+        letters = treatments.attention[0] + treatments.feed_forward[0] + treatments.rest[0]
+        if self.keep_kernel:
+            letters = "K" + letters[1:]
+        return letters[0] if len(set(letters)) == 1 else letters
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any tensor of the block goes to the store."""
+        return "offload" in self.treatments or self.boundary == "offload"
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """How offloaded tensors are stored and moved.
+
+    Attributes:
+        store: where they live; None means pinned memory for an accelerator, and the disk for the CPU.
+        limit: most bytes in the store; beyond it, tensors are kept. None: 60 % of the host memory that is free (the
+            control group's limit counts), or of the disk.
+        path: folder for the disk store; None means the system's folder for temporary files.
+        window: bytes that may be on their way in each direction; None means a quarter of a gibibyte.
+        prefetch: reload ahead of use, in the order learned in the step before; None lets a timed probe decide.
+        smallest: tensors with fewer bytes than this stay: a copy has a price of its own.
+    """
+
+    store: StoreKind | None = None
+    limit: int | None = None
+    path: str | None = None
+    window: int | None = None
+    prefetch: bool | None = None
+    smallest: int = 4096
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,14 +130,16 @@ class Plan:
     """The blocks of a model in execution order, each with its treatment.
 
     Attributes:
-        blocks: one `BlockPlan` a block; the blocks of a segment are consecutive.
+        blocks: one `BlockPlan` a block; the blocks of a segment are consecutive and share the boundary's treatment.
+        offload: settings of the store.
         notes: remarks for the reader; they do not count when plans are compared.
 
     Raises:
-        ValueError: a block is planned twice, or a segment has a gap.
+        ValueError: a block is planned twice, or a segment has a gap or two kinds of boundary.
     """
 
     blocks: tuple[BlockPlan, ...]
+    offload: OffloadSettings = OffloadSettings()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -43,15 +148,18 @@ class Plan:
         if repeated:
             raise ValueError(f"the plan names {', '.join(repeated)} more than once")
         finished: set[int] = set()
-        previous: int | None = None
+        previous: BlockPlan | None = None
         for block in self.blocks:
-            if block.segment != previous and block.segment in finished:
-                raise ValueError(
-                    f"segment {block.segment} has a gap before {block.name}; its blocks must be consecutive"
-                )
             if block.segment is not None:
+                joins = previous is not None and previous.segment == block.segment
+                if not joins and block.segment in finished:
+                    raise ValueError(
+                        f"segment {block.segment} has a gap before {block.name}; its blocks must be consecutive"
+                    )
+                if joins and previous is not None and previous.boundary != block.boundary:
+                    raise ValueError(f"segment {block.segment}: the boundary is both kept and offloaded")
                 finished.add(block.segment)
-            previous = block.segment
+            previous = block
 
     @property
     def segments(self) -> tuple[tuple[BlockPlan, ...], ...]:
@@ -62,18 +170,27 @@ class Plan:
                 members.setdefault(block.segment, []).append(block)
         return tuple(tuple(blocks) for blocks in members.values())
 
+    @property
+    def offloads(self) -> bool:
+        """Whether any tensor goes to the store."""
+        return any(block.offloads for block in self.blocks)
+
     def strip(self) -> str:
-        """One cell a block: `r` for recomputed, `k` for kept; brackets enclose a segment: `[rr][rr]kk`."""
-        cells: list[str] = []
-        previous: int | None = None
+        """One cell a block: `k` kept, `r` recomputed, `o` offloaded.
+
+        Three letters where attention, feed-forward and rest differ: `krr` keeps attention and recomputes the others,
+        `Krr` keeps the attention kernel alone.
+        Brackets enclose a segment, `[rr][rr]kk`; angle brackets one whose boundary is offloaded, `<rr>`.
+        """
+        groups: list[list[BlockPlan]] = []
         for block in self.blocks:
-            if previous is not None and block.segment != previous:
-                cells.append("]")
-            if block.segment is not None and block.segment != previous:
-                cells.append("[")
-            cells.append("k" if block.segment is None else "r")
-            previous = block.segment
-        return "".join(cells) + ("]" if previous is not None else "")
+            if groups and block.segment is not None and groups[-1][0].segment == block.segment:
+                groups[-1].append(block)
+            else:
+                groups.append([block])
+        narrow = all(len(block.cell()) == 1 for block in self.blocks)
+        cells = [_enclosed(group, "" if narrow else " ") for group in groups]
+        return ("" if narrow else " ").join(cells)
 
     def __repr__(self) -> str:
         return f"Plan({len(self.blocks)} blocks, {len(self.segments)} segments: {self.strip()})"
@@ -82,7 +199,8 @@ class Plan:
         """Return the plan as a JSON document; `from_json` gives an equal plan back."""
         document = {
             "version": FORMAT_VERSION,
-            "blocks": [{"name": block.name, "segment": block.segment} for block in self.blocks],
+            "blocks": [asdict(block) for block in self.blocks],
+            "offload": asdict(self.offload),
             "notes": list(self.notes),
         }
         return json.dumps(document, indent=1)
@@ -103,16 +221,62 @@ class Plan:
         blocks, notes = document.get("blocks"), document.get("notes", [])
         if not isinstance(blocks, list) or not isinstance(notes, list):
             raise ValueError("this is not a plan: 'blocks' and 'notes' must be lists")
-        return cls(tuple(map(_block_from_json, blocks)), tuple(map(str, notes)))
+        return cls(
+            tuple(map(_block_from_json, blocks)),
+            _settings_from_json(document.get("offload", {})),
+            tuple(map(str, notes)),
+        )
+
+
+def _enclosed(group: Sequence[BlockPlan], separator: str) -> str:
+    cells = separator.join(block.cell() for block in group)
+    if group[0].boundary == "offload":
+        return f"<{cells}>"
+    return f"[{cells}]" if group[0].segment is not None else cells
 
 
 def _block_from_json(entry: Any) -> BlockPlan:
-    valid = (
-        isinstance(entry, dict)
-        and set(entry) == {"name", "segment"}
-        and isinstance(entry["name"], str)
-        and (entry["segment"] is None or type(entry["segment"]) is int)
+    known = {part.name for part in fields(BlockPlan)}
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or set(entry) - known:
+        raise ValueError(f"this is not a plan: {entry!r} is not a block with a 'name' and parts of {sorted(known)}")
+    segment, boundary = entry.get("segment"), entry.get("boundary", "keep")
+    if segment is not None and type(segment) is not int:
+        raise ValueError(f"this is not a plan: the segment of {entry['name']} must be a number or null")
+    if boundary not in ("keep", "offload"):
+        raise ValueError(f"this is not a plan: the boundary of {entry['name']} must be 'keep' or 'offload'")
+    treatments = _parts(entry, "treatments", Treatments, lambda value: value in get_args(Treatment))
+    modules = _parts(entry, "modules", ScopeModules, _is_list_of_names)
+    return BlockPlan(
+        entry["name"],
+        segment,
+        Treatments(**treatments),
+        boundary,
+        ScopeModules(**{scope: tuple(names) for scope, names in modules.items()}),
+        entry.get("keep_kernel") is True,
     )
-    if not valid:
-        raise ValueError(f"this is not a plan: {entry!r} is not a block with a 'name' and a 'segment' (number or null)")
-    return BlockPlan(entry["name"], entry["segment"])
+
+
+def _parts(entry: dict[str, Any], key: str, kind: type, valid: Any) -> dict[str, Any]:
+    parts = entry.get(key, {})
+    known = {part.name for part in fields(kind)}
+    if not isinstance(parts, dict) or set(parts) - known or not all(map(valid, parts.values())):
+        raise ValueError(f"this is not a plan: {key} of {entry['name']} can't be {parts!r}")
+    return parts
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+
+
+def _settings_from_json(entry: Any) -> OffloadSettings:
+    if not isinstance(entry, dict) or set(entry) - {part.name for part in fields(OffloadSettings)}:
+        raise ValueError(f"this is not a plan: 'offload' can't be {entry!r}")
+    for name in ("limit", "window", "smallest"):
+        value = entry.get(name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(f"this is not a plan: {name!r} of 'offload' must be a number of bytes, not {value!r}")
+    if entry.get("store") not in (None, *get_args(StoreKind)):
+        raise ValueError(f"this is not a plan: there is no store {entry['store']!r}")
+    if not isinstance(entry.get("path"), (str, type(None))) or entry.get("prefetch") not in (None, True, False):
+        raise ValueError(f"this is not a plan: 'offload' can't be {entry!r}")
+    return OffloadSettings(**entry)

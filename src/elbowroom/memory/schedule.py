@@ -1,43 +1,129 @@
-"""From controls to a plan: a pure function of the block names."""
+"""From controls to a plan: a pure function of the blocks' names and scopes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elbowroom.memory.controls import Controls
-from elbowroom.memory.plan import BlockPlan, Plan
+from elbowroom.memory.controls import Controls, ControlsError
+from elbowroom.memory.plan import BlockPlan, OffloadSettings, Plan, Scope, ScopeModules, StoreKind, Treatments
+
+ScopedBlock = tuple[str, ScopeModules]
+"""A block's dotted name, and the modules that form its scopes."""
 
 
-def schedule_blocks(names: Sequence[str], controls: Controls) -> Plan:
+def schedule_blocks(blocks: Sequence[ScopedBlock], controls: Controls) -> Plan:
     """Return the plan that `controls` describe for a block sequence.
 
     With interval N and stride M, blocks 0 … N-1 form the first segment, blocks M … M+N-1 the second, and so on over the
-    whole sequence in execution order, across the model's stacks; blocks outside segments keep their activations.
+    whole sequence in execution order, across the model's stacks; the blocks between are not recomputed. Where
+    feed-forward alone is recomputed, the same numbers choose the blocks.
 
     Args:
-        names: dotted names of the blocks in execution order.
+        blocks: name and scopes of each block, in execution order. A scope that a block lacks is treated like its rest.
         controls: the knobs.
+
+    Raises:
+        ControlsError: an option needs a scope that no block has, so it would have no effect.
     """
-    if not controls.gradient_checkpointing:
-        return Plan(tuple(BlockPlan(name) for name in names))
+    _refuse_missing_scopes(blocks, controls)
     interval = controls.gradient_checkpointing_interval
     stride = controls.gradient_checkpointing_segment_stride or interval
-    blocks = tuple(
-        BlockPlan(name, segment=position // stride if position % stride < interval else None)
-        for position, name in enumerate(names)
+    planned = tuple(
+        _plan_block(
+            name,
+            modules,
+            controls,
+            position // stride if controls.gradient_checkpointing and position % stride < interval else None,
+        )
+        for position, (name, modules) in enumerate(blocks)
     )
-    return Plan(blocks, notes=_notes(len(names), interval, stride))
+    return Plan(planned, _settings(controls), _notes(len(blocks), controls))
 
 
-def _notes(count: int, interval: int, stride: int) -> tuple[str, ...]:
+def _plan_block(name: str, modules: ScopeModules, controls: Controls, segment: int | None) -> BlockPlan:
+    offloads = controls.offloads
+    scopes: dict[Scope, str] = dict.fromkeys(("attention", "feed_forward", "rest"), "keep")
+    whole = segment is not None and not controls.recomputes_feed_forward_alone
+    if whole:
+        scopes = dict.fromkeys(scopes, "recompute")
+        if controls.gradient_checkpointing_keep_attention is True:
+            scopes["attention"] = "keep"
+    elif "all" in offloads:
+        scopes["rest"] = "offload"
+    for scope in ("attention", "feed_forward"):
+        if offloads & {scope, "all"}:
+            scopes[scope] = "offload"
+    if segment is not None and not whole:
+        scopes["feed_forward"] = "recompute"
+    for scope in ("attention", "feed_forward"):
+        if not getattr(modules, scope):
+            scopes[scope] = scopes["rest"]
+    treatments = Treatments(**scopes)  # type: ignore[arg-type]
+    return BlockPlan(
+        name,
+        segment if whole else None,
+        treatments,
+        "offload" if offloads & {"boundary", "all"} and "recompute" in treatments else "keep",
+        modules,
+        whole and controls.gradient_checkpointing_keep_attention == "kernel" and bool(modules.attention),
+    )
+
+
+def _refuse_missing_scopes(blocks: Sequence[ScopedBlock], controls: Controls) -> None:
+    needed: list[tuple[Scope, str]] = []
+    if controls.gradient_checkpointing_keep_attention:
+        needed.append(("attention", "gradient_checkpointing_keep_attention"))
+    if controls.gradient_checkpointing_offload_attention:
+        needed.append(("attention", "gradient_checkpointing_offload_attention"))
+    if controls.recomputes_feed_forward_alone:
+        needed.append(("feed_forward", "gradient_checkpointing_backend"))
+    needed += [(part, "activation_offload") for part in controls.activation_offload if part in _SCOPES]
+    for scope, option in needed:
+        if not any(getattr(modules, scope) for _, modules in blocks):
+            raise ControlsError(
+                option,
+                f"has no effect on this model: no part of its blocks is known as {scope}; name it, as in "
+                f'scopes={{"{scope}": [{_EXAMPLES[scope]!r}]}}',
+            )
+
+
+_EXAMPLES = {"attention": "layers.*.attn", "feed_forward": "layers.*.mlp"}
+_SCOPES = frozenset(_EXAMPLES)
+
+
+def _settings(controls: Controls) -> OffloadSettings:
+    store: StoreKind | None = controls.activation_store
+    if controls.gradient_checkpointing_offload_pin_memory_max_buckets == 0 and controls.offloads:
+        store = "pageable"
+    prefetch = controls.gradient_checkpointing_offload_prefetch
+    return OffloadSettings(
+        store=store,
+        limit=controls.activation_store_limit,
+        path=None if controls.activation_store_path is None else str(controls.activation_store_path),
+        window=controls.activation_window,
+        prefetch=None if prefetch == "auto" else prefetch,
+    )
+
+
+def _notes(count: int, controls: Controls) -> tuple[str, ...]:
     notes = []
+    interval, stride = controls.gradient_checkpointing_interval, controls.gradient_checkpointing_segment_stride
     if interval > count:
         notes.append(
             f"gradient_checkpointing_interval is {interval} and the model has {count} blocks: they form one segment"
         )
-    elif stride > count:
+    elif stride is not None and stride > count:
         notes.append(
             f"gradient_checkpointing_segment_stride is {stride} and the model has {count} blocks: "
             f"only the first {interval} are recomputed"
         )
+    buckets = controls.gradient_checkpointing_offload_pin_memory_max_buckets
+    if buckets is not None:
+        name = "gradient_checkpointing_offload_pin_memory_max_buckets"
+        if not controls.offloads:
+            notes.append(f"{name} is ignored: nothing is offloaded")
+        elif buckets == 0:
+            notes.append(f"{name} is 0: taken as activation_store=pageable")
+        else:
+            notes.append(f"{name} is ignored: activation_store_limit limits the store, in bytes")
     return tuple(notes)

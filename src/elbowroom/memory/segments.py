@@ -22,7 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,20 +31,28 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from elbowroom.memory import ambient
 from elbowroom.memory.counters import Counters
+from elbowroom.memory.errors import ReplayError
+from elbowroom.memory.kept import check_version
 from elbowroom.memory.module_state import (
     Settings,
     TensorStates,
     first_difference,
+    modules_of,
     same_tensors,
     settings_as,
     settings_of,
     tensor_states,
     version_of,
 )
-
-
-class ReplayError(RuntimeError):
-    """A block can't be recomputed so that its gradients would be right; the message names it and says why."""
+from elbowroom.memory.scope_calls import (
+    ActiveBlocks,
+    Pack,
+    Packed,
+    RecordedScopes,
+    ReplayedScopes,
+    ScopeResult,
+    unpack,
+)
 
 
 class _ReplayDone(BaseException):
@@ -59,32 +67,60 @@ class _Link:
     leaf: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _ExternalInput:
-    """A tensor from outside the segment. `tensor` is detached, so that a segment never holds a graph alive."""
+    """A tensor from outside the segment. `tensor` is detached, so that a segment never holds a graph alive.
 
-    tensor: torch.Tensor
+    Once it is offloaded, `packed` stands for it, and `tensor` is None.
+    """
+
+    tensor: torch.Tensor | None
     requires_grad: bool
     version: int | None
+    packed: Packed | None = None
 
     @property
     def changed(self) -> bool:
-        return version_of(self.tensor) != self.version
+        return self.tensor is not None and version_of(self.tensor) != self.version
+
+    def offload(self, original: torch.Tensor, pack: Pack) -> None:
+        """Give the tensor to the store. `original` is the tensor as the block got it: leaves stay where they are."""
+        if self.packed is None:
+            self.packed, self.tensor = pack(original), None
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor without its history."""
+        tensor = self.tensor if self.packed is None else self.packed.unpack()
+        assert tensor is not None
+        return tensor.detach()
+
+
+class Recordable(Protocol):
+    """A module whose calls are recorded.
+
+    Attributes:
+        name: where it is, for messages: "block 'blocks.0'".
+        module: the module.
+        original: its forward.
+    """
+
+    name: str
+    module: nn.Module
+    original: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One recorded call of a block."""
+    """One recorded call of a module."""
 
-    block_name: str
-    block: nn.Module
-    forward: Callable[..., Any]
+    callee: Recordable
     leaves: list[Any]
     structure: TreeSpec
     tensors: TensorStates
     settings: Settings
     autocast: tuple[ambient.Autocast, ...]
     random_state: ambient.RandomState | None
+    scopes: list[ScopeResult]
 
 
 class _Slot:
@@ -95,7 +131,6 @@ class _Slot:
 
     __slots__ = (
         "__weakref__",
-        "block_name",
         "digest",
         "dtype",
         "index",
@@ -103,12 +138,13 @@ class _Slot:
         "shape",
         "value",
         "version",
+        "where",
     )
 
-    def __init__(self, segment: SegmentRun, index: int, tensor: torch.Tensor, block_name: str, digest: bytes | None):
+    def __init__(self, segment: SegmentRun, index: int, tensor: torch.Tensor, where: str, digest: bytes | None):
         self.segment: SegmentRun | None = segment
         self.index = index
-        self.block_name = block_name
+        self.where = where
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         # Detached: the saved tensor may be the output of the very node that saves it, and would keep itself alive.
@@ -120,7 +156,11 @@ class _Slot:
         """Hold on to the value for good: the block can't be run again."""
         self.segment = None
 
-    def take(self) -> torch.Tensor:
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Take the value that a replay computed. Its count of writes begins anew: an offloaded input's does too."""
+        self.value, self.version = tensor.detach(), tensor._version
+
+    def unpack(self) -> torch.Tensor:
         """Return the saved tensor, replaying the segment if need be."""
         segment = self.segment
         if segment is None:
@@ -136,32 +176,32 @@ class _Slot:
 
     def _checked(self, value: torch.Tensor | None) -> torch.Tensor:
         if value is None:
-            raise ReplayError(f"the replay of block {self.block_name!r} saved fewer tensors than its forward pass did")
-        if value._version != self.version:
-            raise ReplayError(
-                f"a tensor that block {self.block_name!r} saved for the backward pass was modified in place after it "
-                f"was saved: it is at version {value._version}, but {self.version} is needed"
-            )
+            raise ReplayError(f"the replay of {self.where} saved fewer tensors than its forward pass did")
+        check_version(value._version, self.version, self.where)
         return value
 
 
 @dataclass
 class SegmentRun:
-    """One pass of one forward through one segment.
+    """One pass of one forward through what is recomputed as one unit: a segment, or a scope alone.
 
     Attributes:
-        number: the segment's number in the plan.
+        number: the segment's number in the plan; None for a scope.
         counters: totals of the handle.
+        active: the block that each thread is in.
         accelerator: device whose random state and autocast matter besides the CPU's, or None.
+        pack_boundary: takes the tensors that enter it to the store; None if they are kept.
         check_determinism: compare every recomputed tensor with the original bit for bit, by a digest.
         last_block: position of the block that was recorded last.
-        recording: a block of the segment is being called right now.
-        read_while_recording: that block ran a backward pass of its own.
+        recording: a module of it is being called right now.
+        read_while_recording: that module ran a backward pass of its own.
     """
 
-    number: int
+    number: int | None
     counters: Counters
+    active: ActiveBlocks
     accelerator: torch.device | None
+    pack_boundary: Pack | None = None
     check_determinism: bool = False
     last_block: int = -1
     recording: bool = False
@@ -171,27 +211,25 @@ class SegmentRun:
     _slots: list[weakref.ref[_Slot]] = field(default_factory=list)
     _returned: dict[int, tuple[weakref.ref[torch.Tensor], _Link, int | None]] = field(default_factory=dict)
 
-    def record(
-        self, block_name: str, block: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> tuple[Any, bool]:
-        """Call a block's forward, dropping what autograd saves in it.
+    def record(self, callee: Recordable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        """Call a module's forward, dropping what autograd saves in it.
 
         Returns:
-            What the block returned, and whether further blocks may join the segment.
+            What it returned, and whether further calls may join the segment.
         """
         leaves, structure = tree_flatten((args, kwargs))
         holder = next((leaf for leaf in leaves if _holds_tensors(leaf)), None)
         if holder is not None:
             self._cannot_replay(
-                block_name,
+                callee,
                 f"gets a {type(holder).__name__} that holds tensors, into which can't be looked (register the class "
                 "with torch.utils._pytree)",
                 (),
             )
-            return forward(*args, **kwargs), False
+            return callee.original(*args, **kwargs), False
 
         bound = self._bind(leaves)
-        modules = list(block.modules())
+        modules = modules_of(callee.module)
         tensors, settings = tensor_states(modules), settings_of(modules)
         autocast = ambient.current_autocast(self.accelerator)
         random_before = ambient.random_state(self.accelerator)
@@ -200,41 +238,56 @@ class SegmentRun:
 
         def pack(tensor: torch.Tensor) -> _Slot:
             digest = _digest(tensor) if self.check_determinism else None
-            slot = _Slot(self, first_slot + len(fresh), tensor, block_name, digest)
+            slot = _Slot(self, first_slot + len(fresh), tensor, callee.name, digest)
             fresh.append(slot)
             return slot
 
+        scopes = RecordedScopes(pack, self.accelerator)
         self.recording, self.read_while_recording = True, False
         try:
-            with saved_tensors_hooks(pack, _Slot.take):
-                result = forward(*args, **kwargs)
+            with self.active.entered(scopes), saved_tensors_hooks(pack, unpack):
+                result = callee.original(*args, **kwargs)
         finally:
             self.recording = False
 
-        # Values are held until here because only now it is known whether the block can be run again. That does not
+        # Values are held until here because only now it is known whether the call can be repeated. That does not
         # raise the peak: the backward pass will hold a whole segment's values at once.
         reason = None
         if any(isinstance(leaf, _ExternalInput) and leaf.changed for leaf in bound):
             reason = "writes into its own input"
-        elif not same_tensors(tensors, tensor_states(list(block.modules()))):
-            reason = f"changes its own parameters or buffers ({first_difference(block, tensors)})"
+        elif not same_tensors(tensors, tensor_states(modules)):
+            reason = f"changes its own parameters or buffers ({first_difference(callee.module, tensors)})"
         elif self.read_while_recording:
             reason = "runs a backward pass inside its forward pass"
+        elif (scope := scopes.overwritten()) is not None:
+            reason = f"writes into what {scope} returned"
         if reason is not None:
-            self._cannot_replay(block_name, reason, fresh)
+            self._cannot_replay(callee, reason, fresh)
             return result, False
 
         for slot in fresh:
             slot.value = None
+        if self.pack_boundary is not None:
+            for leaf, input_ in zip(leaves, bound, strict=True):
+                if isinstance(input_, _ExternalInput):
+                    input_.offload(leaf, self.pack_boundary)
         unchanged = ambient.same_random_state(random_before, ambient.random_state(self.accelerator))
         random_state = None if unchanged else random_before
         self._calls.append(
-            _Call(block_name, block, forward, bound, structure, tensors, settings, autocast, random_state)
+            _Call(callee, bound, structure, tensors, settings, autocast, random_state, scopes.results)
         )
         self._slots.extend(weakref.ref(slot) for slot in fresh)
+        fresh.clear()  # autograd holds on to the hook, and must not hold on to slots that it has used up
         self._remember_outputs(result)
-        self.counters.blocks_recorded += 1
+        if self.number is None:
+            self.counters.scopes_recorded += 1
+        else:
+            self.counters.blocks_recorded += 1
         return result, True
+
+    def returned(self, arguments: Any) -> bool:
+        """Whether one of the arguments is a tensor that a recorded call returned."""
+        return any(id(leaf) in self._returned and self._returned[id(leaf)][0]() is leaf for leaf in arguments)
 
     def replay(self) -> None:
         """Run the recorded calls again and fill every slot that is still alive and empty."""
@@ -249,8 +302,8 @@ class SegmentRun:
             position += 1
             if slot is not None:
                 assert call is not None
-                _check_same(slot, tensor, call.block_name)
-                slot.value = tensor.detach()
+                _check_same(slot, tensor, call.callee.name)
+                slot.fill(tensor)
                 self.counters.tensors_recomputed += 1
             if position > last:
                 raise _ReplayDone
@@ -260,28 +313,31 @@ class SegmentRun:
         try:
             with torch.enable_grad(), ambient.device_as(self.accelerator):
                 for call in self._calls:
-                    modules = list(call.block.modules())
-                    _check_block_unchanged(call, modules)
+                    modules = modules_of(call.callee.module)
+                    _check_unchanged(call, modules)
                     args, kwargs = tree_unflatten(_resolve(call, outputs), call.structure)
-                    self.counters.blocks_recomputed += 1
+                    if self.number is None:
+                        self.counters.scopes_recomputed += 1
+                    else:
+                        self.counters.blocks_recomputed += 1
+                    scopes = ReplayedScopes(call.scopes, pack, self.counters, self.accelerator)
                     with (
                         settings_as(modules, call.settings),
                         ambient.autocast_as(call.autocast),
                         ambient.random_state_as(call.random_state, self.accelerator),
+                        self.active.entered(scopes),
                         saved_tensors_hooks(pack, _never_unpacked),
                     ):
-                        outputs.append(tree_leaves(call.forward(*args, **kwargs)))
+                        outputs.append(tree_leaves(call.callee.original(*args, **kwargs)))
         except _ReplayDone:
             pass
 
-    def _cannot_replay(self, block_name: str, reason: str, slots: Iterable[_Slot]) -> None:
+    def _cannot_replay(self, callee: Recordable, reason: str, slots: Iterable[_Slot]) -> None:
         """Keep the activations of a call that a replay could not repeat, and say so once."""
         for slot in slots:
             slot.keep()
         self.counters.blocks_kept += 1
-        warnings.warn(
-            f"block {block_name!r} {reason}, so it can't be run again: its activations are kept", stacklevel=2
-        )
+        warnings.warn(f"{callee.name} {reason}, so it can't be run again: its activations are kept", stacklevel=2)
 
     def _bind(self, leaves: list[Any]) -> list[Any]:
         # One external input for each tensor object: a block may ask whether two arguments are the same object.
@@ -319,36 +375,36 @@ def _resolve(call: _Call, outputs: list[list[Any]]) -> list[Any]:
         elif isinstance(leaf, _ExternalInput):
             if leaf.changed:
                 raise ReplayError(
-                    f"an input of block {call.block_name!r} was modified in place after the block had read it, so the "
-                    "block can't be recomputed; leave the block out of the segments, or don't modify its input"
+                    f"an input of {call.callee.name} was modified in place after it had been read, so it can't be "
+                    "recomputed; leave the block out of the segments, or don't modify its input"
                 )
             if id(leaf) not in made:
-                made[id(leaf)] = leaf.tensor.detach().requires_grad_(leaf.requires_grad)
+                made[id(leaf)] = leaf.value().requires_grad_(leaf.requires_grad)
             leaves.append(made[id(leaf)])
         else:
             leaves.append(leaf)
     return leaves
 
 
-def _check_block_unchanged(call: _Call, modules: list[nn.Module]) -> None:
+def _check_unchanged(call: _Call, modules: list[nn.Module]) -> None:
     if not same_tensors(call.tensors, tensor_states(modules)):
         raise ReplayError(
-            f"{first_difference(call.block, call.tensors)!r} of block {call.block_name!r} was replaced or modified in "
-            "place between the forward and the backward pass, so the block can't be recomputed"
+            f"{first_difference(call.callee.module, call.tensors)!r} of {call.callee.name} was replaced or modified in "
+            "place between the forward and the backward pass, so it can't be recomputed"
         )
 
 
-def _check_same(slot: _Slot, tensor: torch.Tensor, block_name: str) -> None:
+def _check_same(slot: _Slot, tensor: torch.Tensor, where: str) -> None:
     """Refuse a replay that differs from the forward pass, instead of computing wrong gradients."""
-    if tensor.shape != slot.shape or tensor.dtype != slot.dtype or block_name != slot.block_name:
+    if tensor.shape != slot.shape or tensor.dtype != slot.dtype or where != slot.where:
         raise ReplayError(
-            f"block {slot.block_name!r} did not repeat itself: where its forward pass saved a {slot.dtype} tensor of "
-            f"shape {tuple(slot.shape)}, the replay of {block_name!r} saved {tensor.dtype} {tuple(tensor.shape)}. A "
+            f"{slot.where} did not repeat itself: where its forward pass saved a {slot.dtype} tensor of "
+            f"shape {tuple(slot.shape)}, the replay of {where} saved {tensor.dtype} {tuple(tensor.shape)}. A "
             "context that was around the forward pass (sdpa_kernel, another default dtype) must be around backward too"
         )
     if slot.digest is not None and _digest(tensor) != slot.digest:
         raise ReplayError(
-            f"block {slot.block_name!r} is not deterministic: its replay computed other values than its forward pass. "
+            f"{slot.where} is not deterministic: its replay computed other values than its forward pass. "
             "Only torch's default generators are restored; Python's, NumPy's and private generators are not"
         )
 

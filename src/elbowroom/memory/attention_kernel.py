@@ -1,0 +1,59 @@
+"""The attention kernel as a scope of its own: softmax(Q Kᵀ) V, without the projections around it.
+
+The kernel's time grows with the square of the sequence, and its result has one hidden state's size. Kept inside a
+recomputed block, it costs little memory and never runs twice, while the projections, which are cheap, do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from elbowroom.memory.kept import Kept
+from elbowroom.memory.scope_calls import ActiveBlocks, Packed, ScopeCall
+
+
+class KeptKernel(ScopeCall):
+    """The kernel calls of one attention module; what they save is kept, besides their arguments."""
+
+    def __init__(self, attention: str):
+        self.name = f"the kernel of {attention}"
+        self.original = scaled_dot_product_attention
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        return Kept(tensor, self.name)
+
+
+def with_kept_kernel(
+    forward: Callable[..., Any], kernel: KeptKernel, active: ActiveBlocks
+) -> Callable[..., Any]:
+    """Return `forward` of an attention module with its kernel calls given to the block that is active."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if active.current is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with _KernelCalls(kernel, active):
+            return forward(*args, **kwargs)
+
+    return call
+
+
+class _KernelCalls(TorchFunctionMode):
+    """Sees the functions of torch that are called inside, and takes the attention kernel out of them."""
+
+    def __init__(self, kernel: KeptKernel, active: ActiveBlocks):
+        super().__init__()
+        self._kernel = kernel
+        self._active = active
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        block = self._active.current
+        if func is scaled_dot_product_attention and block is not None:
+            return block.call(self._kernel, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,23 @@
+"""The device seam: what the engine asks of a device, for the CPU, accelerators, and simulated ones."""
+
+from __future__ import annotations
+
+import torch
+
+from elbowroom.memory.devices.accelerator import Accelerator
+from elbowroom.memory.devices.base import Device, Event, Geometry
+from elbowroom.memory.devices.cpu import Cpu
+
+__all__ = ["Accelerator", "Cpu", "Device", "Event", "Geometry", "device_for"]
+
+
+def device_for(device: torch.device) -> Device:
+    """Return the implementation for a device.
+
+    The torch module of a device type may bring its own, as a function `elbowroom_device(device)`: that is how the
+    simulated accelerator of `elbowroom.testing` comes in.
+    """
+    if device.type == "cpu":
+        return Cpu()
+    own = getattr(torch.get_device_module(device), "elbowroom_device", None)
+    return own(device) if own is not None else Accelerator(device)

@@ -1,0 +1,34 @@
+"""A saved tensor that stays where it is, with the check that autograd itself makes where there are no hooks."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Kept:
+    """Packs a tensor as itself. Autograd doesn't check for writes in place where hooks are active, so this does.
+
+    Attributes:
+        where: what saved it, for messages.
+    """
+
+    __slots__ = ("_tensor", "_version", "where")
+
+    def __init__(self, tensor: torch.Tensor, where: str):
+        # Detached: the saved tensor may be the output of the very node that saves it, and would keep itself alive.
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+        self.where = where
+
+    def unpack(self) -> torch.Tensor:
+        check_version(self._tensor._version, self._version, self.where)
+        return self._tensor
+
+
+def check_version(present: int, saved: int, where: str) -> None:
+    """Raise `RuntimeError` if a saved tensor was written to since it was saved."""
+    if present != saved:
+        raise RuntimeError(
+            f"a tensor that {where} saved for the backward pass was modified in place after it was saved: it is at "
+            f"version {present}, but {saved} is needed"
+        )

@@ -1,0 +1,116 @@
+"""A stack of byte spans in slabs: the arithmetic of an arena, without any memory.
+
+Saved activations are last in, first out as a rule: the last one saved is the first one that the backward pass needs.
+So a stack that has grown to its high-water mark never has to grow again, whatever the shapes are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ALIGNMENT = 512  # bytes; enough for every element type, for direct I/O, and for a copy engine
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """A contiguous piece of memory or of a file; `spans` are stacked in it from offset 0."""
+
+    nbytes: int
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def top(self) -> int:
+        """The first free byte."""
+        return self.spans[-1].end if self.spans else 0
+
+
+@dataclass(eq=False, slots=True)
+class Span:
+    """Bytes of a slab that are in use until they are freed."""
+
+    slab: Slab
+    offset: int
+    nbytes: int
+    reserved: int
+    free: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.reserved
+
+
+class SpanStack:
+    """Hands out spans of slabs, within a limit.
+
+    The caller makes the memory of a slab when it first sees it, and drops it when it is no longer in `slabs`.
+
+    Args:
+        limit: most bytes of all slabs.
+        slab: smallest size of a new slab, in bytes, as far as the limit allows.
+
+    Attributes:
+        slabs: in the order in which they are filled.
+        used: bytes in spans that are not free.
+        peak: most bytes that were needed at one time, with alignment.
+    """
+
+    def __init__(self, limit: int, slab: int = 64 << 20):
+        self.slabs: list[Slab] = []
+        self.used = 0
+        self.peak = 0
+        self._limit = limit
+        self._smallest = slab
+        self._occupied = 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+    def allocate(self, nbytes: int) -> Span | None:
+        """Return a span, or None if the limit leaves no room. `slabs` may change: see `consolidate`."""
+        reserved = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        slab = self._slab_with_room(reserved)
+        if slab is None:
+            return None
+        span = Span(slab, slab.top, nbytes, reserved)
+        slab.spans.append(span)
+        self.used += nbytes
+        self._occupied += reserved
+        self.peak = max(self.peak, self._occupied)
+        return span
+
+    def free(self, span: Span) -> None:
+        """Give a span back. Its room is used anew as soon as everything above it is free too."""
+        if span.free:
+            raise ValueError("a span was freed twice")
+        span.free = True
+        self.used -= span.nbytes
+        self._occupied -= span.reserved
+        spans = span.slab.spans
+        while spans and spans[-1].free:
+            spans.pop()
+
+    def consolidate(self) -> bool:
+        """If nothing is in use and the slabs are several, drop them: the next one is as large as all that was needed.
+
+        Returns:
+            Whether slabs were dropped.
+        """
+        if len(self.slabs) < 2 or any(slab.spans for slab in self.slabs):
+            return False
+        self.slabs.clear()
+        return True
+
+    def _slab_with_room(self, reserved: int) -> Slab | None:
+        in_use = [index for index, slab in enumerate(self.slabs) if slab.spans]
+        top = in_use[-1] if in_use else 0
+        for slab in self.slabs[top:]:
+            if slab.nbytes - slab.top >= reserved:
+                return slab
+        room = self._limit - self.allocated
+        if reserved > room:
+            return None
+        slab = Slab(min(max(reserved, self._smallest, self.peak if not self.slabs else 0), room))
+        self.slabs.append(slab)
+        return slab

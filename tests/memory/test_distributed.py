@@ -1,0 +1,156 @@
+"""Two processes (gloo): gradients with a plan equal those without, and those of one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import elbowroom
+from tests.support.models import BUILDERS, INPUTS, add_lora, assert_identical
+
+WORLD = 2
+PLANS: dict[str, dict[str, Any]] = {
+    "segments": {"gradient_checkpointing": True, "gradient_checkpointing_interval": 2},
+    "blocks": {"gradient_checkpointing": True},
+    "keep attention": {"gradient_checkpointing": True, "gradient_checkpointing_keep_attention": True},
+    "feed-forward": {"gradient_checkpointing": True, "gradient_checkpointing_backend": "torch-ffn"},
+    "offload": {"activation_offload": ("all",)},
+    "offload attention": {"gradient_checkpointing": True, "gradient_checkpointing_offload_attention": True},
+}
+
+
+def run(worker: Callable[..., None], *arguments: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_enter, (folder, worker, arguments), nprocs=WORLD)
+
+
+def _enter(rank: int, folder: str, worker: Callable[..., None], arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    try:
+        worker(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def applied(model: nn.Module, controls: dict[str, Any] | None) -> Iterator[None]:
+    if controls is None:
+        yield
+        return
+    plan = elbowroom.schedule(model, elbowroom.Controls(**controls))
+    with elbowroom.apply(model, plan) as handle:
+        yield
+        counters = handle.report().counters
+        assert counters.replays or counters.records, "the plan took no effect"
+
+
+def inputs_of(family: str, rank: int) -> dict[str, Any]:
+    """The rank's half of the batch of two."""
+    return {
+        name: value[rank : rank + 1] if name not in ("img_ids", "txt_ids") else value
+        for name, value in INPUTS[family]().items()
+    }
+
+
+def loss_of(model: Callable[..., Any], inputs: dict[str, Any]) -> torch.Tensor:
+    return model(**inputs).sample.square().mean()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {
+        name.removeprefix("module."): None if p.grad is None else _whole(p.grad).clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _ddp_worker(rank: int, family: str, find_unused: bool, lora: bool) -> None:
+    def train(controls: dict[str, Any] | None) -> dict[str, torch.Tensor | None]:
+        model = BUILDERS[family]()
+        if lora:
+            add_lora(model)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused)
+        with applied(wrapped, controls):
+            # Two passes are accumulated: the first without communication.
+            for context in (wrapped.no_sync(), nullcontext()):
+                with context:
+                    loss_of(wrapped, inputs_of(family, rank)).backward()
+        return gradients(model)
+
+    expected = train(None)
+    # Both ranks' halves in one process, averaged as DDP does it.
+    single = BUILDERS[family]()
+    if lora:
+        add_lora(single)
+    for half in range(WORLD):
+        for _ in range(2):
+            (loss_of(single, inputs_of(family, half)) / WORLD).backward()
+    for name, gradient in gradients(single).items():
+        if gradient is not None:
+            torch.testing.assert_close(expected[name], gradient, rtol=1e-4, atol=1e-7)
+    for controls in PLANS.values():
+        assert_identical(expected, train(controls))
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize(("family", "lora"), [("flux", True), ("sd3", True)])
+def test_ddp(family, lora, find_unused):
+    run(_ddp_worker, family, find_unused, lora)
+
+
+def _shard(model: Any, interval: int) -> None:
+    blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", ())]
+    for start in range(0, len(blocks), interval):
+        unit = blocks[start : start + interval]
+        fully_shard(unit if len(unit) > 1 else unit[0])
+    fully_shard(model)
+
+
+def _fsdp_worker(rank: int, family: str) -> None:
+    def train(controls: dict[str, Any] | None, interval: int) -> dict[str, torch.Tensor | None]:
+        model = BUILDERS[family]()
+        _shard(model, interval)
+        with applied(model, controls):
+            for _ in range(2):
+                model.zero_grad()
+                loss_of(model, inputs_of(family, rank)).backward()
+        return gradients(model)
+
+    for controls in PLANS.values():
+        interval = controls.get("gradient_checkpointing_interval", 1)
+        assert_identical(train(None, interval), train(controls, interval))
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_fsdp(family):
+    run(_fsdp_worker, family)
+
+
+def _refused_worker(rank: int) -> None:
+    model = BUILDERS["flux"]()
+    _shard(model, 1)
+    plan = elbowroom.schedule(
+        model, elbowroom.Controls(gradient_checkpointing=True, gradient_checkpointing_interval=2)
+    )
+    with pytest.raises(RuntimeError, match=r"segment 0 spans 2 modules that FSDP shards apart; .*fully_shard\("):
+        elbowroom.apply(model, plan)
+
+
+def test_a_segment_across_units_of_fsdp_is_refused():
+    run(_refused_worker)
