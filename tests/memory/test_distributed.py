@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +41,8 @@ def _enter(rank: int, folder: str, worker: Callable[..., None], arguments: tuple
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     try:
         worker(rank, *arguments)
+        gc.collect()  # models hold process groups, which must be gone before the other process is
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
@@ -145,9 +147,7 @@ def test_fsdp(family):
 def _refused_worker(rank: int) -> None:
     model = BUILDERS["flux"]()
     _shard(model, 1)
-    plan = elbowroom.schedule(
-        model, elbowroom.Controls(gradient_checkpointing=True, gradient_checkpointing_interval=2)
-    )
+    plan = elbowroom.schedule(model, elbowroom.Controls(gradient_checkpointing=True, gradient_checkpointing_interval=2))
     with pytest.raises(RuntimeError, match=r"segment 0 spans 2 modules that FSDP shards apart; .*fully_shard\("):
         elbowroom.apply(model, plan)
 

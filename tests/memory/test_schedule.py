@@ -13,7 +13,6 @@ from elbowroom.families import FAMILIES
 from elbowroom.memory import ScopeModules, Treatments, find_blocks, schedule_blocks
 from tests.support.models import flux, sd3
 
-
 RECOMPUTED = Treatments.all("recompute")
 
 

@@ -43,9 +43,7 @@ def plan_for(
         if block.modules.feed_forward:
             modules = block.modules
         segment = position // interval if chosen.rest == "recompute" else None
-        blocks.append(
-            BlockPlan(block.name, segment, chosen, boundary if "recompute" in chosen else "keep", modules)
-        )
+        blocks.append(BlockPlan(block.name, segment, chosen, boundary if "recompute" in chosen else "keep", modules))
     return Plan(tuple(blocks), OffloadSettings(**{"smallest": 0, **settings}))
 
 

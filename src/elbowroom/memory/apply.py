@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+
 from elbowroom.memory.attention_kernel import KeptKernel, with_kept_kernel
 from elbowroom.memory.blocks import refuse_nested, unwrap
 from elbowroom.memory.counters import Counters, Report
@@ -324,7 +325,9 @@ def apply(model: nn.Module, plan: Plan, *, check_determinism: bool = False) -> H
     modules = dict(base.named_modules())
     names = [block.name for block in plan.blocks]
     scopes = [
-        f"{block.name}.{name}" for block in plan.blocks for name in (*block.modules.attention, *block.modules.feed_forward)
+        f"{block.name}.{name}"
+        for block in plan.blocks
+        for name in (*block.modules.attention, *block.modules.feed_forward)
     ]
     missing = [name for name in (*names, *scopes) if name not in modules]
     if missing:

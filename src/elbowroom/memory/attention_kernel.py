@@ -28,9 +28,7 @@ class KeptKernel(ScopeCall):
         return Kept(tensor, self.name)
 
 
-def with_kept_kernel(
-    forward: Callable[..., Any], kernel: KeptKernel, active: ActiveBlocks
-) -> Callable[..., Any]:
+def with_kept_kernel(forward: Callable[..., Any], kernel: KeptKernel, active: ActiveBlocks) -> Callable[..., Any]:
     """Return `forward` of an attention module with its kernel calls given to the block that is active."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -171,7 +171,8 @@ class Controls:
                 value = getattr(self, name)
                 if value != _DEFAULTS[name]:
                     raise ControlsError(
-                        name, f"{value} has no effect without gradient_checkpointing; set gradient_checkpointing as well"
+                        name,
+                        f"{value} has no effect without gradient_checkpointing; set gradient_checkpointing as well",
                     )
         if stride is not None and stride < interval:
             raise ControlsError(

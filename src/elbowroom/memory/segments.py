@@ -273,9 +273,7 @@ class SegmentRun:
                     input_.offload(leaf, self.pack_boundary)
         unchanged = ambient.same_random_state(random_before, ambient.random_state(self.accelerator))
         random_state = None if unchanged else random_before
-        self._calls.append(
-            _Call(callee, bound, structure, tensors, settings, autocast, random_state, scopes.results)
-        )
+        self._calls.append(_Call(callee, bound, structure, tensors, settings, autocast, random_state, scopes.results))
         self._slots.extend(weakref.ref(slot) for slot in fresh)
         fresh.clear()  # autograd holds on to the hook, and must not hold on to slots that it has used up
         self._remember_outputs(result)

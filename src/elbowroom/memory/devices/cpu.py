@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from elbowroom.memory.devices.base import Device, Event
+from elbowroom.memory.devices.base import Event
 from elbowroom.memory.devices.strided import StridedDevice
 
 

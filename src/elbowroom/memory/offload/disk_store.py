@@ -37,9 +37,7 @@ class DiskStore(StackedStore):
         OSError: the folder can't be made.
     """
 
-    def __init__(
-        self, device: Device, folder: Path, *, limit: int, slab: int = 256 << 20, staging: int = 256 << 20
-    ):
+    def __init__(self, device: Device, folder: Path, *, limit: int, slab: int = 256 << 20, staging: int = 256 << 20):
         super().__init__(limit=limit, slab=slab)
         folder.mkdir(parents=True, exist_ok=True)
         self._device = device

@@ -52,7 +52,9 @@ class HostStore(StackedStore):
                 return True
             except RuntimeError as error:
                 self._pinned = False
-                warnings.warn(f"offloaded activations go to ordinary host memory, which is slower: {error}", stacklevel=2)
+                warnings.warn(
+                    f"offloaded activations go to ordinary host memory, which is slower: {error}", stacklevel=2
+                )
         try:
             self._memory[slab] = self._device.host_memory(slab.nbytes, pinned=False)
         except RuntimeError as error:

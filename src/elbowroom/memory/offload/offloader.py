@@ -109,9 +109,7 @@ class Offloader:
             record.handles += 1
             return OffloadedTensor(record, Geometry.of(tensor), self._unpack)
 
-    def _record(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, scope: str, where: str
-    ) -> Record | None:
+    def _record(self, tensor: torch.Tensor, storage: torch.UntypedStorage, scope: str, where: str) -> Record | None:
         """Return the record of a storage, beginning to copy it if there is none. None: there is no room."""
         if self._pass.order:
             self._learn()
