@@ -1,10 +1,11 @@
 """The memory engine: what happens to a model's activations. Needs torch alone and imports nothing else of elbowroom."""
 
-from elbowroom.memory.apply import Handle, apply
+from elbowroom.memory.apply import apply
 from elbowroom.memory.blocks import Block, find_blocks, unwrap
 from elbowroom.memory.controls import Controls, ControlsError
 from elbowroom.memory.counters import Counters, Report
 from elbowroom.memory.errors import ReplayError
+from elbowroom.memory.handle import Handle
 from elbowroom.memory.plan import BlockPlan, OffloadSettings, Plan, ScopeModules, Treatments
 from elbowroom.memory.schedule import schedule_blocks
 

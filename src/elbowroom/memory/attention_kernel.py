@@ -10,21 +10,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.memory.kept import Kept
-from elbowroom.memory.scope_calls import ActiveBlocks, Packed, ScopeCall
+from elbowroom.memory.scope_calls import ActiveBlocks, Pack, Packed, ScopeCall
 
 
 class KeptKernel(ScopeCall):
     """The kernel calls of one attention module; what they save is kept, besides their arguments."""
 
-    def __init__(self, attention: str):
+    def __init__(self, attention: str, module: nn.Module):
         self.name = f"the kernel of {attention}"
+        self.module = module
         self.original = scaled_dot_product_attention
 
-    def pack(self, tensor: torch.Tensor) -> Packed:
+    @property
+    def pack(self) -> Pack:
+        return self._keep
+
+    def _keep(self, tensor: torch.Tensor) -> Packed:
         return Kept(tensor, self.name)
 
 

@@ -62,16 +62,16 @@ class Controls:
         default="torch",
         metadata={
             "help": "What is recomputed. torch: whole blocks; torch-ffn: only their feed-forward part, which is large "
-            "and cheap to recompute. unsloth and unsloth-ffn: the same, and what enters the recomputed part goes to the "
-            "store instead of staying on the device."
+            "and cheap to recompute. unsloth and unsloth-ffn: the same, and what enters the recomputed part goes to "
+            "the store instead of staying on the device."
         },
     )
     gradient_checkpointing_keep_attention: bool | Literal["kernel"] = field(
         default=False,
         metadata={
-            "help": "Inside recomputed blocks, keep what attention saves, so that it never runs twice: the slowest part "
-            "at long sequences. kernel keeps only the result of softmax(QKᵀ)V, which is what is slow: about an eighth "
-            "of the memory, and the projections around it are recomputed."
+            "help": "Inside recomputed blocks, keep what attention saves, so that it never runs twice: the slowest "
+            "part at long sequences. kernel keeps only the result of softmax(QKᵀ)V, which is what is slow: about an "
+            "eighth of the memory, and the projections around it are recomputed."
         },
     )
     gradient_checkpointing_offload_attention: bool = field(

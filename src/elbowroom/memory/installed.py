@@ -88,16 +88,18 @@ class InstalledCompile:
         return getattr, (self.module, "compile")
 
 
-@functools.partial(
-    torch.compiler.disable,
-    reason="elbowroom's plan acts on blocks, so compile these by themselves: `model.compile_repeated_blocks()`",
-)
-def refuse_compiled_model(name: str) -> None:
-    """Raise for a block that is called from a model compiled as a whole."""
+def _refuse_compiled_model(name: str) -> None:
     raise RuntimeError(
         f"{name} has a plan, but the model is compiled as a whole, which leaves the plan no block to act on; compile "
         "the blocks by themselves: `model.compile_repeated_blocks()` or `block.compile()`"
     )
+
+
+refuse_compiled_model: Any = torch.compiler.disable(
+    _refuse_compiled_model,
+    reason="elbowroom's plan acts on blocks, so compile these by themselves: `model.compile_repeated_blocks()`",
+)
+"""Raise for a block that is called from a model compiled as a whole; compiled code calls it as it is."""
 
 
 def _same(value: Any) -> Any:

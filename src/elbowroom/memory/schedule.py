@@ -77,7 +77,9 @@ def _refuse_missing_scopes(blocks: Sequence[ScopedBlock], controls: Controls) ->
         needed.append(("attention", "gradient_checkpointing_offload_attention"))
     if controls.recomputes_feed_forward_alone:
         needed.append(("feed_forward", "gradient_checkpointing_backend"))
-    needed += [(part, "activation_offload") for part in controls.activation_offload if part in _SCOPES]
+    for scope in _SCOPES:
+        if scope in controls.activation_offload:
+            needed.append((scope, "activation_offload"))
     for scope, option in needed:
         if not any(getattr(modules, scope) for _, modules in blocks):
             raise ControlsError(
@@ -87,8 +89,8 @@ def _refuse_missing_scopes(blocks: Sequence[ScopedBlock], controls: Controls) ->
             )
 
 
-_EXAMPLES = {"attention": "layers.*.attn", "feed_forward": "layers.*.mlp"}
-_SCOPES = frozenset(_EXAMPLES)
+_EXAMPLES: dict[Scope, str] = {"attention": "layers.*.attn", "feed_forward": "layers.*.mlp"}
+_SCOPES: tuple[Scope, ...] = ("attention", "feed_forward")
 
 
 def _settings(controls: Controls) -> OffloadSettings:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -46,11 +47,13 @@ class ScopeCall(Protocol):
 
     Attributes:
         name: where it is, for messages: "the attention 'attn' of block 'blocks.0'".
+        module: the module, or the one around the function.
         original: what a call runs.
         pack: the scope's pack hook, or None if the scope is recomputed.
     """
 
     name: str
+    module: nn.Module
     original: Callable[..., Any]
 
     @property

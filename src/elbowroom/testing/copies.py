@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ class Bytes:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         if storage is None:
             return None
-        return torch.empty(0, dtype=torch.uint8).set_(storage, self.start, (self.end - self.start,))
+        return torch.empty(0, dtype=torch.uint8).set_(storage)[self.start : self.end]
 
     def overlaps(self, other: Bytes) -> bool:
         return self.storage == other.storage and self.start < other.end and other.start < self.end
@@ -155,6 +155,3 @@ class Copies:
                 return True
             waiting += before.after
         return False
-
-
-Check = Callable[[set[int]], None]

@@ -116,7 +116,7 @@ class SimulatedAccelerator(Device):
         if address not in self._sizes:
             if self.capacity is not None and self._in_use + nbytes > self.capacity:
                 raise torch.OutOfMemoryError(
-                    f"simulated accelerator: {nbytes} bytes are needed, and {self._in_use} of {self.capacity} are in use"
+                    f"simulated accelerator: {nbytes} bytes needed, {self._in_use} of {self.capacity} in use"
                 )
             self._sizes[address] = nbytes
             self._in_use += nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -90,7 +91,7 @@ def _registered(nbytes: int) -> torch.Tensor:
     """
     pages = mmap.mmap(-1, max(nbytes, 1))
     memory = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     result = runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)
     if int(result) != 0:
         raise RuntimeError(
@@ -103,5 +104,6 @@ def _registered(nbytes: int) -> torch.Tensor:
 
 
 def _unregister(address: int, pages: mmap.mmap) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
     del pages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -64,10 +65,8 @@ class Cpu(StridedDevice):
         return _status("VmHWM")
 
     def reset_peak(self) -> None:
-        try:
+        with suppress(OSError):  # not permitted here: the peak is that of the whole process
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            pass  # not permitted here: the peak is that of the whole process
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> None:

@@ -33,4 +33,4 @@ def strided_view(flat: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     tensor = flat[:whole].view(geometry.dtype).as_strided(geometry.size, geometry.stride, geometry.offset)
     if geometry.conjugate:
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if geometry.negative else tensor
+    return torch.ops.aten._neg_view(tensor) if geometry.negative else tensor

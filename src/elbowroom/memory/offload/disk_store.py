@@ -250,7 +250,7 @@ def _read(file: int, stored: _DiskSpan, target: torch.Tensor) -> None:
 
 def _whole(step: Callable[[memoryview, int], int], tensor: torch.Tensor, offset: int) -> None:
     """Move all bytes of a tensor: the system may do less at a time than it is asked for."""
-    view = memoryview(tensor.numpy())
+    view: memoryview = tensor.numpy().data
     position = 0
     while position < len(view):
         moved = step(view[position:], offset + position)

@@ -48,7 +48,7 @@ class Store(ABC):
 
     @abstractmethod
     def save(self, source: torch.Tensor) -> Stored | None:
-        """Begin to copy `source` (`Device.flat`, or part of it) into the store; the caller keeps it alive until `saved`.
+        """Begin to copy `source` (`Device.flat`, or part of it) into the store; the caller holds it until `saved`.
 
         Returns:
             None if there is no room.

@@ -1,0 +1,203 @@
+"""A plan at work on one model. All state lives in the handle that `apply` returns."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from elbowroom.memory.block_forward import BlockForward, ScopeForward
+from elbowroom.memory.counters import Counters, Report
+from elbowroom.memory.devices import device_for
+from elbowroom.memory.kept import Kept
+from elbowroom.memory.module_state import modules_of
+from elbowroom.memory.offload.offloader import Offloader
+from elbowroom.memory.offload.opening import open_store
+from elbowroom.memory.offload.outside import Outside
+from elbowroom.memory.plan import Plan, Treatments
+from elbowroom.memory.scope_calls import ActiveBlock, ActiveBlocks, Packed, ScopeCall, unpack
+from elbowroom.memory.segments import SegmentRun
+
+
+class Handle:
+    """A plan at work on one model. `report()` tells what it did; `remove()` leaves the model as it was."""
+
+    def __init__(self, plan: Plan, modules: Sequence[nn.Module], *, check_determinism: bool):
+        self.plan = plan
+        self._counters = Counters()
+        self._check_determinism = check_determinism
+        self.active = _Threads()
+        self._offloaders: dict[torch.device, Offloader | None] = {}
+        self._prefetch: bool | None = plan.offload.prefetch
+        self._installed = [
+            BlockForward(self, module, block, position)
+            for position, (module, block) in enumerate(zip(modules, plan.blocks, strict=True))
+            if block.treatments != _KEPT
+        ]
+        for forward in self._installed:
+            forward.install()
+
+    @property
+    def offloaders(self) -> tuple[Offloader, ...]:
+        """What has offloaded tensors so far, one for each device."""
+        return tuple(offloader for offloader in self._offloaders.values() if offloader is not None)
+
+    @property
+    def prefetch(self) -> bool:
+        """Whether offloaded tensors are reloaded ahead of use; may be changed at any time."""
+        return self._prefetch is not False
+
+    @prefetch.setter
+    def prefetch(self, wanted: bool) -> None:
+        self._prefetch = wanted
+        for offloader in self.offloaders:
+            offloader.prefetch = wanted
+
+    def report(self) -> Report:
+        """Return the plan and the totals so far, as a copy that does not change any more."""
+        return Report(self.plan, copy.deepcopy(self._counters))
+
+    def remove(self) -> None:
+        """Take the plan off; the model is as it was before `apply`. Calling it again does nothing.
+
+        A backward pass through a graph that was built before still works.
+        """
+        while self._installed:
+            self._installed[-1].uninstall()
+            self._installed.pop()
+        for device, offloader in list(self._offloaders.items()):
+            # What graphs still need stays until they are gone; the store then goes with the last of it.
+            if offloader is not None and offloader.store.present == 0:
+                offloader.close()
+            del self._offloaders[device]
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def pack(self, scope: str, where: str, module: nn.Module, tensor: torch.Tensor) -> Packed:
+        """Take a saved tensor to the store of its device."""
+        if tensor.device not in self._offloaders:
+            self._offloaders[tensor.device] = self._offloader(tensor.device, module)
+        offloader = self._offloaders[tensor.device]
+        if offloader is None:
+            return Kept(tensor, where)
+        return offloader.pack(tensor, scope, where, self.active.outside)
+
+    def _offloader(self, device: torch.device, module: nn.Module) -> Offloader | None:
+        """Return what offloads from a device; None for tensors in host memory whose model is on an accelerator."""
+        if device.type == "cpu" and accelerator_of(module) is not None:
+            return None
+        seam = device_for(device)
+        offloader = Offloader(seam, open_store(seam, self.plan.offload), self.plan.offload, self._counters)
+        if self._prefetch is not None:
+            offloader.prefetch = self._prefetch
+        return offloader
+
+    def call_block(self, forward: BlockForward, args: tuple, kwargs: dict) -> Any:
+        if not torch.is_grad_enabled():
+            return forward.original(*args, **kwargs)
+        forward.follow_replaced_modules()
+        self.active.outside = Outside(forward.module, (args, kwargs)) if forward.block.offloads else None
+        try:
+            return self._call_treated(forward, args, kwargs)
+        finally:
+            self.active.outside = None
+
+    def _call_treated(self, forward: BlockForward, args: tuple, kwargs: dict) -> Any:
+        if forward.block.segment is None:
+            return self._call_directly(forward, args, kwargs)
+        run = self._segment_for(forward)
+        try:
+            result, stays_open = run.record(forward, args, kwargs)
+        except BaseException:
+            self.active.open_segment = None
+            raise
+        if not stays_open:
+            self.active.open_segment = None
+        return result
+
+    def call_scope(self, forward: ScopeForward, args: tuple, kwargs: dict) -> Any:
+        block = self.active.current
+        # Called past its block, or where nothing is saved.
+        if block is None or not torch.is_grad_enabled():
+            return forward.original(*args, **kwargs)
+        return block.call(forward, args, kwargs)
+
+    def _call_directly(self, forward: BlockForward, args: tuple, kwargs: dict) -> Any:
+        """Call a block that is not recomputed as a whole."""
+        with self.active.entered(_DirectBlock(forward, self._run)):
+            if forward.block.treatments.rest == "keep":
+                return forward.original(*args, **kwargs)
+            with saved_tensors_hooks(forward.pack, unpack):
+                return forward.original(*args, **kwargs)
+
+    def _segment_for(self, forward: BlockForward) -> SegmentRun:
+        """Return the open segment if the block goes on with it, else a new one."""
+        number = forward.block.segment
+        reference = self.active.open_segment
+        run = reference() if reference is not None else None
+        if run is None or run.number != number or run.last_block >= forward.position:
+            run = self._run(forward)
+            self._counters.segments += 1
+            # Weak: the graph's slots own the segment, so that nothing of it outlives the backward pass.
+            self.active.open_segment = weakref.ref(run)
+        run.last_block = forward.position
+        return run
+
+    def _run(self, forward: BlockForward) -> SegmentRun:
+        return SegmentRun(
+            forward.block.segment,
+            self._counters,
+            self.active,
+            accelerator_of(forward.module),
+            forward.pack_boundary,
+            self._check_determinism,
+        )
+
+
+class _Threads(ActiveBlocks):
+    """What each thread is in the middle of: the block that is called, what it came with, the segment that may go on."""
+
+    open_segment: weakref.ref[SegmentRun] | None = None
+    outside: Outside | None = None
+
+
+class _DirectBlock(ActiveBlock):
+    """A block that is not recomputed as a whole: its scopes run under hooks of their own, or are units of their own."""
+
+    def __init__(self, forward: BlockForward, new_run: Callable[[BlockForward], SegmentRun]):
+        self._forward = forward
+        self._new_run = new_run
+        self._run: SegmentRun | None = None
+
+    def call(self, scope: ScopeCall, args: tuple, kwargs: dict) -> Any:
+        if scope.pack is not None:
+            with saved_tensors_hooks(scope.pack, unpack):
+                return scope.original(*args, **kwargs)
+        # Parts that feed one another (up-projection, activation) are one unit; separate modules are replayed apart.
+        if self._run is None or not self._run.returned((*args, *kwargs.values())):
+            self._run = self._new_run(self._forward)
+        result, stays_open = self._run.record(scope, args, kwargs)
+        if not stays_open:
+            self._run = None
+        return result
+
+
+def accelerator_of(module: nn.Module) -> torch.device | None:
+    """Return the accelerator that the module computes on, or None for the CPU."""
+    for inner in modules_of(module):
+        for parameter in inner._parameters.values():
+            if parameter is not None:
+                return None if parameter.device.type in ("cpu", "meta") else parameter.device
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+_KEPT = Treatments()
