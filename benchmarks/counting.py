@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -26,17 +27,31 @@ def peak_bytes(step: Callable[[], None]) -> int:
     return peak
 
 
-def median_seconds(steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def median_seconds(
+    steps: Mapping[str, Callable[[], None]],
+    rounds: int,
+    around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+    warm: Collection[str] = (),
+) -> dict[str, float]:
     """Time several steps in turns, `rounds` times each after one warm-up, and return the median of each.
 
     In turns, because a machine gets faster and slower while it works: each round sees the same machine.
+
+    Args:
+        steps: what is timed.
+        rounds: how often.
+        around: a context for each step in which it runs; entering and leaving it is not timed.
+        warm: steps that run once untimed after each entering, for what they learn there.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     for _ in range(rounds):
         for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - started)
+            with around[name]() if around else nullcontext():
+                if name in warm:
+                    step()
+                started = time.perf_counter()
+                step()
+                seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(measured) for name, measured in seconds.items()}

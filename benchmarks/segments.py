@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
@@ -21,36 +20,13 @@ from rich.table import Table
 
 import elbowroom
 from counting import median_seconds, peak_bytes
+from models import build_flux, flux_inputs, step
 
 BASELINE = "Diffusers' checkpointing"
 
 
 def build_model() -> FluxTransformer2DModel:
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=4, num_single_layers=8, attention_head_dim=32, num_attention_heads=8,
-        joint_attention_dim=64, pooled_projection_dim=32, axes_dims_rope=(8, 12, 12),
-    )  # fmt: skip
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
-
-
-def build_inputs(tokens: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        "hidden_states": torch.randn(1, tokens, 16, generator=generator),
-        "encoder_hidden_states": torch.randn(1, 128, 64, generator=generator),
-        "pooled_projections": torch.randn(1, 32, generator=generator),
-        "timestep": torch.tensor([0.5]),
-        "img_ids": torch.randint(0, 32, (tokens, 3), generator=generator).float(),
-        "txt_ids": torch.zeros(128, 3),
-    }
-
-
-def step(model: Any, inputs: dict[str, torch.Tensor]) -> None:
-    model.zero_grad(set_to_none=False)
-    model(**inputs).sample.square().mean().backward()
+    return build_flux(width=512, double=4, single=8)
 
 
 def rows(inputs: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
@@ -80,7 +56,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1, the least noisy)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    steps = rows(build_inputs(arguments.tokens))
+    steps = rows(flux_inputs(arguments.tokens))
     seconds = median_seconds(steps, arguments.rounds)
     peaks = {name: peak_bytes(run) for name, run in steps.items()}
     table = Table("", "peak MiB", "peak ratio", "seconds", "time ratio", title=f"Ratios to {BASELINE}")
