@@ -17,7 +17,8 @@ def build_flux(width: int, double: int, single: int) -> FluxTransformer2DModel:
     return _with_gradients(
         FluxTransformer2DModel(
             patch_size=1, in_channels=16, num_layers=double, num_single_layers=single, attention_head_dim=64,
-            num_attention_heads=width // 64, joint_attention_dim=64, pooled_projection_dim=32, axes_dims_rope=(16, 24, 24),
+            num_attention_heads=width // 64, joint_attention_dim=64, pooled_projection_dim=32,
+            axes_dims_rope=(16, 24, 24),
         )
     )  # fmt: skip
 

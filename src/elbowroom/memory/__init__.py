@@ -6,6 +6,7 @@ from elbowroom.memory.controls import Controls, ControlsError
 from elbowroom.memory.counters import Counters, Report
 from elbowroom.memory.errors import ReplayError
 from elbowroom.memory.handle import Handle
+from elbowroom.memory.offload.opening import store_kind
 from elbowroom.memory.plan import BlockPlan, OffloadSettings, Plan, ScopeModules, Treatments
 from elbowroom.memory.schedule import schedule_blocks
 
@@ -25,5 +26,6 @@ __all__ = [
     "apply",
     "find_blocks",
     "schedule_blocks",
+    "store_kind",
     "unwrap",
 ]

@@ -175,6 +175,11 @@ class Plan:
         """Whether any tensor goes to the store."""
         return any(block.offloads for block in self.blocks)
 
+    @property
+    def takes_effect(self) -> bool:
+        """Whether anything is recomputed or offloaded."""
+        return any(block.treatments != Treatments() for block in self.blocks)
+
     def strip(self) -> str:
         """One cell a block: `k` kept, `r` recomputed, `o` offloaded.
 
@@ -191,6 +196,18 @@ class Plan:
         narrow = all(len(block.cell()) == 1 for block in self.blocks)
         cells = [_enclosed(group, "" if narrow else " ") for group in groups]
         return ("" if narrow else " ").join(cells)
+
+    def legend(self) -> str:
+        """Explain the letters and brackets that `strip` uses, in one line."""
+        strip = self.strip()
+        words = {
+            "k": "k kept", "r": "r recomputed", "o": "o offloaded", "K": "K attention kernel kept",
+            "[": "[ ] a segment, recomputed as one", "<": "< > the same, with what enters it offloaded",
+        }  # fmt: skip
+        used = [text for letter, text in words.items() if letter in strip]
+        if any(len(block.cell()) > 1 for block in self.blocks):
+            used.append("three letters: attention, feed-forward, rest")
+        return ", ".join(used)
 
     def __repr__(self) -> str:
         return f"Plan({len(self.blocks)} blocks, {len(self.segments)} segments: {self.strip()})"

@@ -43,12 +43,14 @@ class Display:
             "model": f"{job.folder.path} ({job.folder.family.name}, {job.total:,} parameters)",
             "trains": f"{trained}: {job.trainable:,} parameters, on {job.device} in {options.precision}",
             "memory plan": job.plan.strip()
-            if job.plan.segments
+            if job.plan.takes_effect
             else "activations are kept (no gradient checkpointing)",
             "steps": f"{job.steps:,} ({job.steps_per_epoch:,} per epoch, {job.steps / job.steps_per_epoch:.1f} epochs)",
             "starts at": f"step {job.resume.step} ({job.resume.path})" if job.resume else "step 0",
             "output": str(job.run.path),
         }
+        if job.plan.takes_effect:
+            lines["memory plan"] += f"   ({job.plan.legend()})"
         for name, value in lines.items():
             facts.add_row(Text(name, style="bold"), Text(value))
         self.console.print(Panel(Group(facts), title="This will happen", title_align="left", expand=False))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from elbowroom.api import schedule
-from elbowroom.memory import Plan
+from elbowroom.memory import Plan, store_kind
 from elbowroom.options.definition import all_options
 from elbowroom.options.reading import Resolved
 from elbowroom.training.checkpoints import Checkpoint, CheckpointFolder, SkippedCheckpoint
@@ -104,9 +104,10 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
     targets = options.lora_targets or folder.family.lora_targets
     if options.training_type == "lora":
         add_lora(denoiser, rank=options.rank, alpha=options.alpha or options.rank, targets=targets, seed=options.seed)
-    plan = schedule(denoiser, options.controls())
-
     run = RunFolder(options.run_folder)
+    plan = schedule(denoiser, options.controls())
+    if plan.offloads:
+        plan = _with_store(plan, device, run)
     if run.path.resolve() == options.cache_folder.resolve():
         raise RunFolderError(
             f"{run.path} would be the folder of the run and of the cache; give the run another name "
@@ -179,6 +180,17 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         skipped_checkpoints=checkpoints.problems,
         notes=(*plan.notes, *changes),
     )
+
+
+def _with_store(plan: Plan, device: torch.device, run: RunFolder) -> Plan:
+    """Settle what a plan leaves open about the store. A disk store is in the run folder if nobody says otherwise.
+
+    Raises:
+        ValueError: the store makes no sense on this device.
+    """
+    if store_kind(plan.offload, on_cpu=device.type == "cpu") == "disk" and plan.offload.path is None:
+        return replace(plan, offload=replace(plan.offload, path=str(run.path.absolute())))
+    return plan
 
 
 def _check_guidance(resolved: Resolved, denoiser: Any) -> None:

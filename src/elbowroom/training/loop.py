@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from elbowroom.training.flow_matching import FlowMatching
 from elbowroom.training.job import Job
 from elbowroom.training.lora import FILE_NAMES, LoraFormat, add_lora, save_lora
 from elbowroom.training.memory_use import peak_memory
+from elbowroom.training.prefetching import PrefetchTuner
 from elbowroom.training.run_folder import RunFolderError
 from elbowroom.training.sample_folders import Request, SampleFolders
 from elbowroom.training.samples import draw_prompts, save_picture, sheet
@@ -122,13 +124,16 @@ class Run:
         self.step = 0
         self.loss: float | None = None
         self.handle: Handle | None = None
+        self.prefetch: PrefetchTuner | None = None
         self.board: Any = None
 
     def __enter__(self) -> Run:
         job = self.job
         self._resume()
-        if job.plan.segments:
+        if job.plan.takes_effect:
             self.handle = apply(self.denoiser, job.plan)
+            if job.plan.offloads and job.plan.offload.prefetch is None:
+                self.prefetch = PrefetchTuner(self.handle, job.run.prefetch, self.parameters, self.display.say)
         if job.resolved.options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -190,6 +195,9 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for batch in group:
+            if self.prefetch is not None:
+                bucket = self.job.buckets[batch[0]]
+                self.prefetch.before(f"{len(batch)} x {bucket.width}x{bucket.height}", partial(self._probe, batch))
             losses = self._losses(batch)
             self._check_finite(losses, batch)
             # A share of the group's true size: the last, smaller group of an epoch is not scaled down.
@@ -204,6 +212,12 @@ class Run:
         self.step += 1
         self.loss = total / samples
         self._record(epoch, samples, learning_rate, norm, time.perf_counter() - started)
+
+    def _probe(self, batch: Batch) -> None:
+        """Run the forward and backward pass of a batch without any trace but gradients."""
+        state = self.generator.get_state()
+        self._losses(batch).sum().backward()
+        self.generator.set_state(state)
 
     def _losses(self, batch: Batch) -> torch.Tensor:
         """Return the loss of each sample of a batch, shape (len(batch),)."""

@@ -47,6 +47,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def prefetch(self) -> Path:
+        """For each shape, whether offloaded tensors are reloaded ahead of use, and how long both ways took."""
+        return self.path / "prefetch.json"
+
+    @property
     def metrics(self) -> RecordFile:
         """A line per step with everything that is the same when the run is repeated."""
         return RecordFile(self.path / "metrics.jsonl")

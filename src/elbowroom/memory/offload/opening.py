@@ -13,20 +13,28 @@ from elbowroom.memory.offload.store import Store
 from elbowroom.memory.plan import OffloadSettings, StoreKind
 
 
-def store_kind(device: Device, settings: OffloadSettings) -> StoreKind:
+def store_kind(settings: OffloadSettings, *, on_cpu: bool) -> StoreKind:
     """Return the kind of store: what the settings say, else pinned memory, or the disk for the CPU.
 
+    Args:
+        settings: of the plan.
+        on_cpu: the tensors are in host memory.
+
     Raises:
-        ValueError: host memory is asked for, and the tensors are there already.
+        ValueError: an offload that would free nothing, or a folder for a store that has no files.
     """
-    if settings.store is None:
-        return "disk" if device.in_host_memory else "pinned"
-    if device.in_host_memory and settings.store != "disk":
+    kind: StoreKind = settings.store or ("disk" if on_cpu else "pinned")
+    if on_cpu and kind != "disk":
         raise ValueError(
-            f"activation_store: {settings.store!r} is host memory, and the model is on the CPU, so its activations are "
-            "there already; use 'disk'"
+            f"activation_store: {kind!r} is host memory, and the model is on the CPU, so its activations are there "
+            "already; use 'disk'"
         )
-    return settings.store
+    if settings.path is not None and kind != "disk":
+        raise ValueError(
+            f"activation_store_path: has no effect, for the store is {kind!r}, which is host memory; set "
+            "activation_store to 'disk'"
+        )
+    return kind
 
 
 def open_store(device: Device, settings: OffloadSettings) -> Store:
@@ -36,7 +44,7 @@ def open_store(device: Device, settings: OffloadSettings) -> Store:
         ValueError: see `store_kind`.
         OSError: the folder of a disk store can't be made or written to.
     """
-    kind = store_kind(device, settings)
+    kind = store_kind(settings, on_cpu=device.in_host_memory)
     folder = Path(settings.path or tempfile.gettempdir())
     limit = settings.limit if settings.limit is not None else default_limit(kind, folder)
     if kind == "disk":
