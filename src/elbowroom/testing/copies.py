@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -89,13 +90,17 @@ class Copies:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._lock = threading.RLock()  # the threads of a store wait for copies too
 
     def ask(self, name: str, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
         """Queue a copy; its target is poisoned until it runs."""
         copy = Copy(f"{name} of {source.nbytes} bytes", Bytes(source), Bytes(target), tuple(after), self)
-        target.fill_(POISON)
-        self._waiting.append(copy)
-        self._unseen.append(copy)
+        with self._lock:
+            # What an earlier copy still has to read there stays.
+            if not any(copy.target.overlaps(other.source) for other in self._waiting):
+                target.fill_(POISON)
+            self._waiting.append(copy)
+            self._unseen.append(copy)
         if not self.late:
             self.run(copy)
         return copy
@@ -105,16 +110,24 @@ class Copies:
 
     def tick(self) -> None:
         """Let the adversary run some copy that may run: called with every operation of the device."""
+        with self._lock:
+            self._run_some()
+
+    def _run_some(self) -> None:
         ready = [copy for copy in self._waiting if all(before.complete for before in copy.after)]
         if ready and self.lucky():
             self.run(self._random.choice(ready))
 
     def run(self, copy: Copy) -> None:
         """Complete a copy, and what it has to wait for before."""
+        with self._lock:
+            self._run(copy)
+
+    def _run(self, copy: Copy) -> None:
         if copy.complete:
             return
         for before in copy.after:
-            self.run(before)
+            self._run(before)
         copy.complete = True
         self._waiting.remove(copy)
         for other in self._waiting:
@@ -130,8 +143,10 @@ class Copies:
 
     def check_use(self, storages: set[int]) -> None:
         """Note a device operation that uses the target of a copy for which nobody has waited."""
-        self._unseen = [copy for copy in self._unseen if not copy.seen]
-        for copy in self._unseen:
+        with self._lock:
+            self._unseen = [copy for copy in self._unseen if not copy.seen]
+            unseen = list(self._unseen)
+        for copy in unseen:
             if copy.target.storage in storages and copy.target.tensor() is not None:
                 self.violations.append(f"the target of a {copy.name} is used before the copy was waited for")
 

@@ -194,7 +194,9 @@ def simulated_accelerator(
     before = _MODULE.active
     _MODULE.active = accelerator = SimulatedAccelerator(capacity, seed, late)
     try:
-        yield accelerator
+        # In the calling thread: an error in autograd's thread of a device that is written in Python ends the process.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield accelerator
     finally:
         _MODULE.active = before
 
