@@ -417,7 +417,10 @@ def test_any_plan_under_an_adversary(seed, family, window, limit, prefetch, kind
 class Block(nn.Module):
     def __init__(self, width: int = 16):
         super().__init__()
-        self.attn, self.ff = nn.Linear(width, width), nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+        self.attn, self.ff = (
+            nn.Linear(width, width),
+            nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width)),
+        )
 
     def forward(self, x):
         x = x + torch.tanh(self.attn(x))

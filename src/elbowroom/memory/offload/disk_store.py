@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from elbowroom.memory.devices.base import Device, Event
 from elbowroom.memory.devices.cpu import FutureEvent
 from elbowroom.memory.offload.stack import Slab, Span
-from elbowroom.memory.offload.stacked_store import StackedStore, StoredSpan
+from elbowroom.memory.offload.stacked_store import StackedStore, StoredSpan, wait_for
+from elbowroom.memory.offload.staging import Staging
 from elbowroom.memory.offload.store import Stored, StoreError
 
 
@@ -31,93 +31,131 @@ class DiskStore(StackedStore):
         folder: where the files are; made if need be.
         limit: most bytes.
         slab: smallest size of a file, in bytes.
-        staging: bytes of host memory for what is on its way from and to an accelerator.
+        staging: bytes of host memory for what is on its way from an accelerator, and as many for the way back.
 
     Raises:
-        OSError: the folder can't be made.
+        OSError: the folder can't be made or written to.
     """
 
-    def __init__(self, device: Device, folder: Path, *, limit: int, slab: int = 256 << 20, staging: int = 256 << 20):
+    def __init__(self, device: Device, folder: Path, *, limit: int, slab: int = 256 << 20, staging: int = 128 << 20):
         super().__init__(limit=limit, slab=slab)
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # whether that is possible is told now, not in the first step
         self._device = device
         self._folder = folder
-        self._files: dict[Slab, IO[bytes]] = {}
-        self._warned = False
+        self._files: dict[Slab, _File] = {}
+        self._disk = _Disk()
         # One thread writes: what it writes first is read last. Reads wait for writes, never the other way around,
         # except for a write into room that an earlier read still uses.
         self._writer = ThreadPoolExecutor(1, "elbowroom-write")
         self._readers = ThreadPoolExecutor(2, "elbowroom-read")
-        self._staging = None if device.in_host_memory else _Staging(device, staging)
+        # A ring a direction: a save that waits for a buffer waits for the writer, never for a load of its own thread.
+        self._staging_out = None if device.in_host_memory else Staging(device, staging)
+        self._staging_in = None if device.in_host_memory else Staging(device, staging)
         weakref.finalize(self, _shut_down, self._writer, self._readers)
 
     def load(self, stored: Stored, target: torch.Tensor) -> Event:
         assert isinstance(stored, _DiskSpan)
-        file = self._files[stored.span.slab].fileno()
-        if self._staging is None:
-            event: Event = FutureEvent(self._readers.submit(_read, file, stored, target))
-        elif (buffer := stored.still_buffered()) is not None:
-            event = self._device.copy_in(buffer, target, after=(stored.saved,))
-        else:
-            event = _StagedLoad(self._device, self._staging, self._readers, file, stored, target)
         with self._lock:
-            stored.uses.append(event)
-        return event
+            self._check_open()
+            file = self._files[stored.span.slab]
+            if self._staging_in is None:
+                event = FutureEvent(self._readers.submit(_read, file, stored, target))
+                stored.used_by(event)
+                return event
+            assert isinstance(stored, _StagedSpan)
+            copied = stored.copy_from_buffer(self._device, target)
+            if copied is not None:
+                return copied
+            load = _StagedLoad(self._device, self._staging_in, self._readers, file, stored, target)
+            stored.used_by(load.read)  # not until the copy to the device: that is begun only by who waits for it
+            return load
 
     def close(self) -> None:
-        self._writer.shutdown()
-        self._readers.shutdown()
-        super().close()
+        with self._lock:
+            self._closed = True
+            self._writer.shutdown()
+            self._readers.shutdown()
+            super().close()
+            for staging in (self._staging_out, self._staging_in):
+                if staging is not None:
+                    staging.close()
 
-    def _begin_save(self, source: torch.Tensor, span: Span, after: Sequence[Event]) -> StoredSpan:
-        file = self._files[span.slab].fileno()
-        stored = _DiskSpan(span)
-        if self._staging is None:
-            stored.written = self._writer.submit(_write, file, span, source, after)
+    def _begin_save(self, source: torch.Tensor, span: Span, after: Sequence[Event]) -> StoredSpan | None:
+        if self._disk.failed:
+            return None
+        file = self._files[span.slab]
+        if self._staging_out is None:
+            stored = _DiskSpan(span)
+            stored.written = self._writer.submit(_write, self._disk, file, span, source, after)
             stored.saved = FutureEvent(stored.written)
             return stored
-        buffer = self._staging.take(source.nbytes)
-        copied = self._device.copy_out(source, buffer)
-        stored.saved = copied
-        stored.unwritten = buffer
-        staging = self._staging
-
-        def write() -> None:
-            copied.wait()
-            try:
-                _write(file, span, buffer, after)
-            except StoreError as error:
-                warnings.warn(f"{error}; they stay in host memory", stacklevel=2)
-                return  # the buffer serves the load
-            stored.unwritten = None
-            staging.give(buffer)
-
-        stored.written = self._writer.submit(write)
-        stored.uses.append(FutureEvent(stored.written))
+        try:
+            buffer = self._staging_out.take(source.nbytes)
+        except RuntimeError:  # no host memory, which is no reason to end the program
+            buffer = None
+        if buffer is None:
+            return None
+        stored = _StagedSpan(span, buffer)
+        stored.saved = self._device.copy_out(source, buffer[: span.nbytes])
+        stored.written = self._writer.submit(_write_buffer, self._disk, file, stored, after, self._staging_out)
+        stored.used_by(FutureEvent(stored.written))
         return stored
 
     def _make(self, slab: Slab) -> bool:
-        file = tempfile.TemporaryFile(dir=self._folder, prefix="elbowroom-", buffering=0)  # noqa: SIM115
         try:
-            # Room that is promised now can't be missing in the middle of a step.
-            os.posix_fallocate(file.fileno(), 0, slab.nbytes)
+            self._files[slab] = _File(self._folder, slab.nbytes)
         except OSError as error:
-            file.close()
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"activations stay in memory from here on: {self._folder} has no room for {slab.nbytes} more "
-                    f"bytes ({error.strerror})",
-                    stacklevel=2,
-                )
+            self._disk.warn(
+                f"{self._folder} has no room for {slab.nbytes} more bytes of activations ({error.strerror}); what "
+                "has no room stays in memory. Set activation_store_path to a folder on a larger disk"
+            )
             return False
-        self._files[slab] = file
         return True
 
     def _drop(self) -> None:
-        for file in self._files.values():
-            file.close()
         self._files.clear()
+
+
+class _File:
+    """A file without a name, closed when no store and no worker thread has it any more.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+
+    def __init__(self, folder: Path, nbytes: int):
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="elbowroom-", buffering=0)  # noqa: SIM115
+        self.number = self._file.fileno()
+        try:
+            if hasattr(os, "posix_fallocate"):  # not on macOS, where a full disk is noticed when writing
+                # Room that is promised now can't be missing in the middle of a step.
+                os.posix_fallocate(self.number, 0, nbytes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+class _Disk:
+    """What is known about the disk.
+
+    Attributes:
+        failed: a write has failed, so nothing more is saved.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._warned = False
+
+    def warn(self, message: str) -> None:
+        """Warn, the first time."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, stacklevel=2)
 
 
 class _DiskSpan(StoredSpan):
@@ -125,30 +163,45 @@ class _DiskSpan(StoredSpan):
 
     Attributes:
         written: the end of writing.
-        unwritten: the staging buffer that still has the bytes.
     """
 
     written: Future[None]
-    unwritten: torch.Tensor | None = None
 
-    def still_buffered(self) -> torch.Tensor | None:
-        """Return the staging buffer, if the bytes could not be written and are only there."""
-        self.written.result()  # until then, the buffer may be taken for something else at any moment
-        return self.unwritten
+
+class _StagedSpan(_DiskSpan):
+    """Bytes that pass through a staging buffer, which has them until they are written."""
+
+    def __init__(self, span: Span, buffer: torch.Tensor):
+        super().__init__(span)
+        self.buffer: torch.Tensor | None = buffer
+        self.reads: list[Event] = []
+        self.lock = threading.Lock()
+
+    def copy_from_buffer(self, device: Device, target: torch.Tensor) -> Event | None:
+        """Begin to copy to the device; None if the bytes are in the file only."""
+        with self.lock:
+            if self.buffer is None:
+                return None
+            event = device.copy_in(self.buffer[: self.nbytes], target, after=(self.saved,))
+            self.reads.append(event)
+            return event
 
 
 class _StagedLoad:
     """Reads into a staging buffer in a thread, then copies to the device from the thread that computes.
 
     Only there it is known which of the device's work the copy has to wait for.
+
+    Attributes:
+        read: the end of reading.
     """
 
     def __init__(
         self,
         device: Device,
-        staging: _Staging,
+        staging: Staging,
         readers: ThreadPoolExecutor,
-        file: int,
+        file: _File,
         stored: _DiskSpan,
         target: torch.Tensor,
     ):
@@ -157,11 +210,12 @@ class _StagedLoad:
         self._target: torch.Tensor | None = target
         self._copied: Event | None = None
         self._lock = threading.Lock()
-        self._buffer = staging.take(stored.nbytes, wait=False)
-        self._read = readers.submit(_read, file, stored, self._buffer)
+        self._buffer = staging.take_at_once(stored.nbytes)
+        self._bytes = self._buffer[: stored.nbytes]
+        self.read = FutureEvent(readers.submit(_read, file, stored, self._bytes))
 
     def done(self) -> bool:
-        return self._read.done() and self._copy().done()
+        return self.read.done() and self._copy().done()
 
     def wait(self) -> None:
         self._copy().wait()
@@ -170,82 +224,46 @@ class _StagedLoad:
         self._copy().hold_compute()
 
     def _copy(self) -> Event:
-        self._read.result()
+        self.read.wait()
         with self._lock:
             if self._copied is None:
                 assert self._target is not None
-                self._copied = self._device.copy_in(self._buffer, self._target)
-                self._staging.give(self._buffer, self._copied)
+                self._copied = self._device.copy_in(self._bytes, self._target)
+                self._staging.give(self._buffer, [self._copied])
                 self._target = None
             return self._copied
 
 
-class _Staging:
-    """Buffers in host memory between a device and a file. They are used again, for the same sizes come every step.
-
-    Args:
-        limit: bytes of all buffers; a single larger one is allowed when it is alone.
-    """
-
-    def __init__(self, device: Device, limit: int):
-        self._device = device
-        self._limit = limit
-        self._allocated = 0
-        self._free: list[tuple[torch.Tensor, Event | None]] = []
-        self._changed = threading.Condition()
-
-    def take(self, nbytes: int, *, wait: bool = True) -> torch.Tensor:
-        """Return a buffer.
-
-        Args:
-            nbytes: its size.
-            wait: if all are in use, wait for one. Loads don't: what they hold is given back only by the thread that
-                would wait. The window bounds them.
-        """
-        with self._changed:
-            while True:
-                for index, (buffer, event) in enumerate(self._free):
-                    if buffer.nbytes == nbytes:
-                        del self._free[index]
-                        if event is not None:
-                            event.wait()
-                        return buffer
-                while self._free and self._allocated + nbytes > self._limit:
-                    buffer, event = self._free.pop(0)
-                    if event is not None:
-                        event.wait()
-                    self._allocated -= buffer.nbytes
-                    del buffer
-                if not wait or self._allocated == 0 or self._allocated + nbytes <= self._limit:
-                    self._allocated += nbytes
-                    return self._new(nbytes)
-                self._changed.wait()
-
-    def give(self, buffer: torch.Tensor, after: Event | None = None) -> None:
-        """Take a buffer back; it is used again after `after`."""
-        with self._changed:
-            self._free.append((buffer, after))
-            self._changed.notify_all()
-
-    def _new(self, nbytes: int) -> torch.Tensor:
-        try:
-            return self._device.host_memory(nbytes, pinned=True)
-        except RuntimeError:
-            return self._device.host_memory(nbytes, pinned=False)  # slower, and nothing else
-
-
-def _write(file: int, span: Span, source: torch.Tensor, after: Sequence[Event]) -> None:
-    for event in after:
-        event.wait()
+def _write_buffer(disk: _Disk, file: _File, stored: _StagedSpan, after: Sequence[Event], staging: Staging) -> None:
+    buffer = stored.buffer
+    assert buffer is not None
     try:
-        _whole(lambda view, at: os.pwrite(file, view, at), source, span.offset)
+        stored.saved.wait()
+        _write(disk, file, stored.span, buffer[: stored.nbytes], after)
+    except StoreError as error:
+        staging.keep(buffer, stored.reads)  # it serves all loads
+        disk.warn(f"{error}; they stay in host memory, and what follows stays on the device")
+        return
+    except BaseException:
+        staging.keep(buffer, stored.reads)
+        raise
+    with stored.lock:
+        stored.buffer = None
+    staging.give(buffer, stored.reads)
+
+
+def _write(disk: _Disk, file: _File, span: Span, source: torch.Tensor, after: Sequence[Event]) -> None:
+    wait_for(after)
+    try:
+        _whole(lambda view, at: os.pwrite(file.number, view, at), source, span.offset)
     except OSError as error:
+        disk.failed = True
         raise StoreError(f"{source.nbytes} bytes of activations could not be written ({error.strerror})") from error
 
 
-def _read(file: int, stored: _DiskSpan, target: torch.Tensor) -> None:
+def _read(file: _File, stored: _DiskSpan, target: torch.Tensor) -> None:
     stored.written.result()
-    _whole(lambda view, at: os.preadv(file, [view], at), target, stored.span.offset)
+    _whole(lambda view, at: os.preadv(file.number, [view], at), target, stored.span.offset)
 
 
 def _whole(step: Callable[[memoryview, int], int], tensor: torch.Tensor, offset: int) -> None:

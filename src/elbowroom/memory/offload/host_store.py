@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 from elbowroom.memory.devices.base import Device, Event
 from elbowroom.memory.offload.stack import Slab, Span
-from elbowroom.memory.offload.stacked_store import StackedStore, StoredSpan
+from elbowroom.memory.offload.stacked_store import StackedStore, StoredSpan, wait_for
 from elbowroom.memory.offload.store import Stored
 
 
@@ -28,13 +29,17 @@ class HostStore(StackedStore):
         super().__init__(limit=limit, slab=slab)
         self._device = device
         self._pinned = pinned
+        self._warned = False
         self._memory: dict[Slab, torch.Tensor] = {}
+        # A store that nobody closes may be dropped at any moment: not its memory, while a copy uses that.
+        weakref.finalize(self, _settle, self._memory, self._live, self._pending)
 
     def load(self, stored: Stored, target: torch.Tensor) -> Event:
         assert isinstance(stored, StoredSpan)
         with self._lock:
+            self._check_open()
             event = self._device.copy_in(self._bytes(stored.span), target, after=(stored.saved,))
-            stored.uses.append(event)
+            stored.used_by(event)
             return event
 
     def _begin_save(self, source: torch.Tensor, span: Span, after: Sequence[Event]) -> StoredSpan:
@@ -58,9 +63,16 @@ class HostStore(StackedStore):
         try:
             self._memory[slab] = self._device.host_memory(slab.nbytes, pinned=False)
         except RuntimeError as error:
-            warnings.warn(f"activations stay on the device, for host memory can't be had: {error}", stacklevel=2)
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"activations stay on the device, for host memory can't be had: {error}", stacklevel=2)
             return False
         return True
 
     def _drop(self) -> None:
         self._memory.clear()
+
+
+def _settle(memory: dict[Slab, torch.Tensor], live: set[StoredSpan], pending: list[Event]) -> None:
+    wait_for(pending, *(stored.uses for stored in live))
+    memory.clear()

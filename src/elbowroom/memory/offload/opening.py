@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elbowroom.memory.devices.base import Device
 from elbowroom.memory.offload.disk_store import DiskStore
-from elbowroom.memory.offload.host_memory import default_limit
+from elbowroom.memory.offload.host_memory import default_limit, return_freed_memory
 from elbowroom.memory.offload.host_store import HostStore
 from elbowroom.memory.offload.store import Store
 from elbowroom.memory.plan import OffloadSettings, StoreKind
@@ -47,6 +47,8 @@ def open_store(device: Device, settings: OffloadSettings) -> Store:
     kind = store_kind(settings, on_cpu=device.in_host_memory)
     folder = Path(settings.path or tempfile.gettempdir())
     limit = settings.limit if settings.limit is not None else default_limit(kind, folder)
+    if device.in_host_memory:
+        return_freed_memory()  # else the process would hardly get smaller
     if kind == "disk":
         return DiskStore(device, folder, limit=limit)
     return HostStore(device, pinned=kind == "pinned", limit=limit)

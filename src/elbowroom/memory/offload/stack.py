@@ -6,6 +6,7 @@ So a stack that has grown to its high-water mark never has to grow again, whatev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ALIGNMENT = 512  # bytes; enough for every element type, for direct I/O, and for a copy engine
@@ -42,7 +43,7 @@ class Span:
 class SpanStack:
     """Hands out spans of slabs, within a limit.
 
-    The caller makes the memory of a slab when it first sees it, and drops it when it is no longer in `slabs`.
+    The caller makes the memory of a slab when it is asked to, and drops it when `consolidate` says so.
 
     Args:
         limit: most bytes of all slabs.
@@ -67,10 +68,16 @@ class SpanStack:
         """Bytes of all slabs."""
         return sum(slab.nbytes for slab in self.slabs)
 
-    def allocate(self, nbytes: int) -> Span | None:
-        """Return a span, or None if the limit leaves no room. `slabs` may change: see `consolidate`."""
-        reserved = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        slab = self._slab_with_room(reserved)
+    def allocate(self, nbytes: int, make: Callable[[Slab], bool] = lambda slab: True) -> Span | None:
+        """Return a span, or None if the limit leaves no room.
+
+        Args:
+            nbytes: its size.
+            make: makes the memory of a new slab; False if that is impossible. The limit is lowered then, for what
+                could not be had once is not asked for again and again.
+        """
+        reserved = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        slab = self._slab_with_room(reserved, make)
         if slab is None:
             return None
         span = Span(slab, slab.top, nbytes, reserved)
@@ -102,15 +109,15 @@ class SpanStack:
         self.slabs.clear()
         return True
 
-    def _slab_with_room(self, reserved: int) -> Slab | None:
-        in_use = [index for index, slab in enumerate(self.slabs) if slab.spans]
-        top = in_use[-1] if in_use else 0
-        for slab in self.slabs[top:]:
+    def _slab_with_room(self, reserved: int, make: Callable[[Slab], bool]) -> Slab | None:
+        # The first that fits, not the last in use: a span that outlives its step must not block the slabs below it.
+        for slab in self.slabs:
             if slab.nbytes - slab.top >= reserved:
                 return slab
-        room = self._limit - self.allocated
-        if reserved > room:
-            return None
-        slab = Slab(min(max(reserved, self._smallest, self.peak if not self.slabs else 0), room))
-        self.slabs.append(slab)
-        return slab
+        while reserved <= (room := self._limit - self.allocated):
+            slab = Slab(min(max(reserved, self._smallest, self.peak if not self.slabs else 0), room))
+            if make(slab):
+                self.slabs.append(slab)
+                return slab
+            self._limit = self.allocated + slab.nbytes // 2  # half of it may still be there
+        return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
 
 import torch
 
@@ -19,13 +21,17 @@ class StoredSpan(Stored):
 
     Attributes:
         span: where they are.
-        uses: copies from and to the span; its room is used anew only after them.
+        uses: copies from and to the span that may be under way; its room is used anew only after them.
     """
 
     def __init__(self, span: Span):
         self.nbytes = span.nbytes
         self.span = span
         self.uses: list[Event] = []
+
+    def used_by(self, event: Event) -> None:
+        """Note a copy. Those that have ended are forgotten: the same bytes may be loaded any number of times."""
+        self.uses = [*unfinished(self.uses), event]
 
 
 class StackedStore(Store):
@@ -38,9 +44,11 @@ class StackedStore(Store):
 
     def __init__(self, *, limit: int, slab: int):
         self._stack = SpanStack(limit, slab)
+        self._live: set[StoredSpan] = set()
         self._freed: deque[StoredSpan] = deque()  # filled by destructors, which may run anywhere: append is atomic
         self._pending: list[Event] = []  # copies that use room which has been given back
         self._lock = threading.RLock()
+        self._closed = False
 
     @property
     def present(self) -> int:
@@ -58,17 +66,20 @@ class StackedStore(Store):
 
     def save(self, source: torch.Tensor) -> Stored | None:
         with self._lock:
+            self._check_open()
             self._collect()
-            known = len(self._stack.slabs)
-            span = self._stack.allocate(source.nbytes)
+            span = self._stack.allocate(source.nbytes, self._make)
             if span is None:
                 return None
-            if len(self._stack.slabs) > known and not self._make(span.slab):
-                self._stack.free(span)
-                self._stack.slabs.remove(span.slab)
-                return None
-            stored = self._begin_save(source, span, tuple(self._pending))
-            stored.uses.append(stored.saved)
+            stored = None
+            try:
+                stored = self._begin_save(source, span, tuple(self._pending))
+            finally:
+                if stored is None:
+                    self._stack.free(span)
+            if stored is not None:
+                stored.used_by(stored.saved)
+                self._live.add(stored)
             return stored
 
     def free(self, stored: Stored) -> None:
@@ -77,8 +88,9 @@ class StackedStore(Store):
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._collect()
-            self._wait()
+            wait_for(self._pending, *(stored.uses for stored in self._live))
             self._stack.slabs.clear()
             self._drop()
 
@@ -91,25 +103,36 @@ class StackedStore(Store):
         """Give the room of all slabs back to the system."""
 
     @abstractmethod
-    def _begin_save(self, source: torch.Tensor, span: Span, after: Sequence[Event]) -> StoredSpan:
-        """Begin to copy `source` into a span, once `after` has happened."""
+    def _begin_save(self, source: torch.Tensor, span: Span, after: Sequence[Event]) -> StoredSpan | None:
+        """Begin to copy `source` into a span, once `after` has happened. None if that turns out to be impossible."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the store of offloaded activations is closed, and what was in it is lost")
 
     def _collect(self) -> None:
         """Take back what destructors have given up."""
         while self._freed:
             stored = self._freed.popleft()
             self._pending += stored.uses
+            self._live.discard(stored)
             self._stack.free(stored.span)
-        self._pending = [event for event in self._pending if not _over(event)]
+        self._pending[:] = unfinished(self._pending)
         if self._stack.consolidate():
-            self._wait()  # room is never given back to the system while a copy uses it
+            wait_for(self._pending)  # room is never given back to the system while a copy uses it
             self._drop()
 
-    def _wait(self) -> None:
-        for event in self._pending:
-            if not _over(event):
-                event.wait()
-        self._pending.clear()
+
+def unfinished(events: Iterable[Event]) -> list[Event]:
+    """Return the copies that may still be under way."""
+    return [event for event in events if not _over(event)]
+
+
+def wait_for(*groups: Iterable[Event]) -> None:
+    """Block until all copies have ended, well or not."""
+    for event in chain(*groups):
+        with suppress(Exception):  # whoever needs the bytes is told
+            event.wait()
 
 
 def _over(event: Event) -> bool:
