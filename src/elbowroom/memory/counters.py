@@ -73,14 +73,19 @@ class Report:
 
     def __str__(self) -> str:
         counters = self.counters
-        lines = [
-            f"plan: {self.plan.strip()} ({len(self.plan.blocks)} blocks, {len(self.plan.segments)} segments)",
-            f"forward: {counters.segments} segments, {counters.blocks_recorded} block calls and "
-            f"{counters.scopes_recorded} calls of scopes alone dropped their activations",
-            f"backward: {counters.replays} replays, {counters.blocks_recomputed} block calls and "
-            f"{counters.scopes_recomputed} calls of scopes alone recomputed, {counters.scopes_reused} calls of scopes "
-            f"reused, {counters.tensors_recomputed} tensors restored",
-        ]
+        lines = [f"plan: {self.plan.strip()} ({len(self.plan.blocks)} blocks, {len(self.plan.segments)} segments)"]
+        if counters.replays or counters.blocks_recorded or counters.scopes_recorded:
+            dropped = [
+                f"{counters.segments} segments, {counters.blocks_recorded} block calls dropped their activations"
+            ]
+            again = [f"{counters.replays} replays, {counters.blocks_recomputed} block calls recomputed"]
+            if counters.scopes_recorded:
+                dropped.append(f"so did {counters.scopes_recorded} calls of scopes alone")
+                again.append(f"{counters.scopes_recomputed} calls of scopes alone recomputed")
+            if counters.scopes_reused:
+                again.append(f"{counters.scopes_reused} calls of scopes not run again")
+            again.append(f"{counters.tensors_recomputed} tensors restored")
+            lines += [f"forward: {', '.join(dropped)}", f"backward: {', '.join(again)}"]
         if self.plan.offloads:
             parts = ", ".join(f"{scope} {_size(count)}" for scope, count in sorted(counters.bytes_offloaded.items()))
             lines += [
