@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import elbowroom
 from elbowroom.memory import BlockPlan, OffloadSettings, Plan, ScopeModules, Treatments
 from elbowroom.memory.counters import Counters
-from elbowroom.memory.devices import Cpu
+from elbowroom.memory.devices import Cpu, device_for
 from elbowroom.memory.devices.base import Device
 from elbowroom.memory.kept import Kept
 from elbowroom.memory.offload.disk_store import DiskStore
@@ -44,9 +44,35 @@ def offloading(offloader: Offloader, scope: str = "rest") -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["simulated", "disk", "simulated disk"])
+PLACES = [
+    "simulated",
+    "disk",
+    "simulated disk",
+    pytest.param("pinned", marks=pytest.mark.cuda),
+    pytest.param("pageable", marks=pytest.mark.cuda),
+    pytest.param("accelerator disk", marks=pytest.mark.cuda),
+]
+
+
+@pytest.fixture(params=PLACES)
 def place(request, tmp_path) -> Iterator[tuple[Device, Store]]:
     """A device and a store; at the end, what a real accelerator would not have forgiven is looked at."""
+    if request.param in ("pinned", "pageable", "accelerator disk"):
+        found = (
+            torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+        )
+        if found is None or found.type == "simulated":
+            pytest.skip("there is no accelerator")
+        device = device_for(torch.device(found.type, 0))
+        store: Store = (
+            DiskStore(device, tmp_path, limit=LIMIT, slab=1 << 16, staging=1 << 14)
+            if request.param == "accelerator disk"
+            else HostStore(device, pinned=request.param == "pinned", limit=LIMIT, slab=4096)
+        )
+        yield device, store
+        gc.collect()
+        store.close()
+        return
     if request.param == "disk":
         device = Cpu()
         store = DiskStore(device, tmp_path, limit=LIMIT, slab=1 << 16)
@@ -198,7 +224,7 @@ def test_each_tensor_returns_to_where_it_came_from():
 def test_a_write_after_saving_is_an_error_as_without_offloading(place):
     """Case A08: the copy may have been made or not; autograd would refuse in any case."""
     device, store = place
-    if not device.in_host_memory:
+    if isinstance(device, SimulatedAccelerator):
         pytest.skip("an error in an unpack hook ends the process where the device is written in Python (torch 2.13)")
     offloader, _ = offloader_on(device, store)
     x = torch.randn(16, 16).to(device.device).requires_grad_()
@@ -214,12 +240,12 @@ def test_a_write_after_saving_is_an_error_as_without_offloading(place):
 def test_subclasses_travel_in_parts(place):
     """Quantized and sharded tensors have an inside: the flatten protocol gives it."""
     device, store = place
-    if not device.in_host_memory:
+    if isinstance(device, SimulatedAccelerator):
         pytest.skip("the simulated device has no subclasses of its own")
     from torch.testing._internal.two_tensor import TwoTensor
 
     offloader, counters = offloader_on(device, store, window=1)
-    first, second = torch.randn(16, 16), torch.randn(16, 16)
+    first, second = torch.randn(2, 16, 16).to(device.device).unbind()
     leaf = TwoTensor(first.clone(), second.clone()).requires_grad_()
     with offloading(offloader):
         loss = (leaf * 2).exp().sum()
