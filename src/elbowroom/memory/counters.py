@@ -31,6 +31,7 @@ class Counters:
         bytes_refused: bytes that were to be offloaded, but stayed: the store was at its limit, or the disk was full.
         prefetch_hits: reloads that had been issued ahead of their use.
         prefetch_waits: reloads that were issued when they were needed.
+        reads_in_place: reads of tensors that had not been given up yet, so that nothing had to be reloaded.
         wait_seconds: time that the program stood still for copies, in seconds.
         window_out: most bytes on their way to the store at one time.
         window_in: most bytes reloaded, or on their way back, and not used yet.
@@ -54,6 +55,7 @@ class Counters:
     bytes_refused: int = 0
     prefetch_hits: int = 0
     prefetch_waits: int = 0
+    reads_in_place: int = 0
     wait_seconds: float = 0.0
     window_out: int = 0
     window_in: int = 0
@@ -93,8 +95,9 @@ class Report:
                 f"more were in the store already; store at most {_size(counters.store_peak)}, "
                 f"{_size(counters.store_allocated)} reserved",
                 f"reloaded: {_size(counters.bytes_reloaded)}; {counters.prefetch_hits} ahead of use, "
-                f"{counters.prefetch_waits} on demand; {counters.wait_seconds:.2f} s of waiting; on their way at most "
-                f"{_size(counters.window_out)} out and {_size(counters.window_in)} in",
+                f"{counters.prefetch_waits} on demand, {counters.reads_in_place} read before they had left; "
+                f"{counters.wait_seconds:.2f} s of waiting; on their way at most {_size(counters.window_out)} out and "
+                f"{_size(counters.window_in)} in",
             ]
         if counters.bytes_refused:
             lines.append(f"no room: {_size(counters.bytes_refused)} stayed, for the store had no room for them")

@@ -184,7 +184,7 @@ class Offloader:
             record.check()
             if record.source is not None:  # still on the device, or there for good
                 flat = self.device.flat(record.source)
-                self._counters.prefetch_hits += 1
+                self._counters.reads_in_place += 1
                 self._note(record)
             else:
                 flat = self._restored(record)

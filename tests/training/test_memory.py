@@ -1,0 +1,154 @@
+"""Memory options in whole training runs: the weights stay the same, and the summary proves that the option took effect."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from elbowroom.memory.offload import autotune
+from tests.support.runs import command, draw_pictures, flags, job, run
+
+FLUX_AND_SD3 = ("flux", "sd3")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    return draw_pictures(tmp_path_factory.mktemp("pictures"), 4)
+
+
+@pytest.fixture
+def basics(tmp_path, pictures, request):
+    def of(family: str, name: str) -> dict[str, object]:
+        folder = request.getfixturevalue(f"{family}_folder")
+        return {"model": folder, "data": pictures, "output_dir": tmp_path / "runs", "name": name, "steps": 3, "batch": 2}
+
+    return of
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {
+        name: tensor.numpy().tobytes()
+        for path in sorted((folder / "result").glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def counted(pattern: str, printed: str) -> int:
+    found = re.search(pattern, printed)
+    assert found, f"{pattern!r} is not in the summary:\n{printed}"
+    return int(found[1])
+
+
+CHECKPOINTING = {"gradient_checkpointing": True}
+
+OPTIONS = {
+    "recompute feed-forward": (CHECKPOINTING | {"gradient_checkpointing_backend": "torch-ffn"}, "krk"),
+    "offload boundaries": (CHECKPOINTING | {"gradient_checkpointing_backend": "unsloth"}, "<r>"),
+    "recompute feed-forward, offload boundaries": (
+        CHECKPOINTING | {"gradient_checkpointing_backend": "unsloth-ffn"}, "<krk>",
+    ),
+    "keep attention": (CHECKPOINTING | {"gradient_checkpointing_keep_attention": True}, "[krr]"),
+    "keep the attention kernel": (CHECKPOINTING | {"gradient_checkpointing_keep_attention": "kernel"}, "[Krr]"),
+    "offload attention": ({"gradient_checkpointing_offload_attention": True}, "okk"),
+    "offload attention, recompute the rest": (
+        CHECKPOINTING | {"gradient_checkpointing_offload_attention": True}, "[orr]",
+    ),
+    "offload everything": ({"activation_offload": "all"}, "o"),
+    "offload two parts": ({"activation_offload": "attention,feed_forward"}, "ook"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FLUX_AND_SD3)
+def test_every_way_ends_in_the_same_weights_and_says_what_it_did(family, basics):
+    plain, _, _ = run(**basics(family, "plain"))
+    expected = weights(plain.run.path)
+    for name, (options, cell) in OPTIONS.items():
+        saved, _, printed = run(**basics(family, name.replace(" ", "-")), **options)
+        assert weights(saved.run.path) == expected, name
+        assert cell in saved.plan.strip(), name
+        assert saved.plan.strip() in printed, name
+        if "offload" in name:
+            assert counted(r"offloaded: (\d+) storages", printed) > 0, name
+        if "recompute" in name:
+            assert counted(r"backward: (\d+) replays", printed) > 0, name
+        if "keep" in name:
+            assert counted(r"(\d+) calls of scopes not run again", printed) > 0, name
+
+
+def test_the_disk_store_is_in_the_run_folder_and_leaves_nothing_there(basics):
+    options = basics("flux", "run")
+    assert job(**options, activation_offload="all").plan.offload.path == str(options["output_dir"] / "run")
+    finished, _, printed = run(**options, activation_offload="all")
+    assert "reserved" in printed
+    assert not list(finished.run.path.rglob("elbowroom-*"))
+
+
+def test_another_folder_can_be_named(basics, tmp_path):
+    elsewhere = tmp_path / "fast disk"
+    run(**basics("flux", "run"), activation_offload="all", activation_store_path=elsewhere)
+    assert elsewhere.is_dir()
+    assert not list(elsewhere.iterdir())  # the files have no name
+
+
+def test_a_limit_is_honoured_and_reported(basics):
+    plain, _, _ = run(**basics("flux", "plain"))
+    limited, _, printed = run(
+        **basics("flux", "limited"), activation_offload="all", activation_store_limit="64KiB",
+        activation_window="16KiB",
+    )  # fmt: skip
+    assert weights(limited.run.path) == weights(plain.run.path)
+    assert re.search(r"no room: .* stayed", printed)
+    found = re.search(r"store at most ([\d.]+) KiB", printed)
+    assert found and 0 < float(found[1]) <= 64
+
+
+@pytest.mark.parametrize("store", ["pinned", "pageable"])
+def test_host_memory_is_no_store_for_a_model_that_is_in_host_memory(basics, store):
+    with pytest.raises(ValueError, match="activation_store: .* the model is on the CPU.* use 'disk'"):
+        job(**basics("flux", "run"), activation_offload="all", activation_store=store)
+    assert not (basics("flux", "run")["output_dir"] / "run").exists()
+
+
+def test_prefetching_is_decided_once_a_shape_and_remembered(basics, monkeypatch):
+    options = basics("flux", "tuned") | {"activation_offload": "all", "steps": 8, "checkpoint_steps": 8}
+    plain, _, _ = run(**basics("flux", "plain") | {"steps": 12, "checkpoint_steps": 8})
+    tuned, _, printed = run(**options)
+    decisions = json.loads(tuned.run.prefetch.read_text())
+    # Three squares and a wide picture, batch 2: two squares, one square, one wide.
+    shapes = {key.split(" ", 1)[1] for key in decisions}
+    assert shapes == {"2 x 32x32", "1 x 32x32", f"1 x {tuned.buckets[3].width}x{tuned.buckets[3].height}"}
+    for decision in decisions.values():
+        assert decision["on_demand"]["seconds"] > 0
+        assert decision["prefetched"]["seconds"] > 0
+    assert printed.count("reload of offloaded tensors, ") == len(decisions)
+    assert printed.count(" s prefetched, ") == len(decisions)
+
+    monkeypatch.setattr(autotune, "_decide", lambda *_: pytest.fail("what was decided is decided again"))
+    more, _, printed = run(**options | {"steps": 12})
+    assert "reload of offloaded tensors, " not in printed
+    assert weights(more.run.path) == weights(plain.run.path)
+
+
+def test_prefetching_can_be_settled_by_hand(basics):
+    for wanted in (True, False):
+        settled, _, printed = run(
+            **basics("flux", f"prefetch-{wanted}") | {"steps": 6}, activation_offload="all",
+            gradient_checkpointing_offload_prefetch=wanted,
+        )  # fmt: skip
+        assert not settled.run.prefetch.exists()
+        assert "reload of offloaded tensors, " not in printed
+        # An epoch has three shapes, and the order of each is known from its second step on.
+        assert (counted(r"(\d+) ahead of use", printed) > 0) is wanted
+
+
+def test_mistakes_are_refused_before_the_run(basics, tmp_path):
+    options = basics("flux", "run")
+    process = command("train", *flags(**options, activation_offload="feet"))
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "feet" in printed and "feed_forward" in printed and "Traceback" not in printed
+    assert not (options["output_dir"] / "run").exists()
