@@ -173,6 +173,21 @@ def test_what_stays(place):
     assert counters.records == 0 and store.present == 0
 
 
+def test_a_tensor_that_was_written_to_and_saved_again_is_another_record(place):
+    device, store = place
+    offloader, counters = offloader_on(device, store, window=1)
+    tensor = torch.arange(8.0).to(device.device).requires_grad_() * 2
+    packed = offloader.pack(tensor, "rest", "the test")
+    filler = offloader.pack(tensor * 3, "rest", "the test")  # the window is so small that the first copy is done now
+    with torch.no_grad():
+        tensor += 1
+    again = offloader.pack(tensor, "rest", "the test")
+    assert counters.records == 3 and counters.bytes_deduplicated == 0
+    assert torch.equal(packed.unpack().cpu(), torch.arange(8.0) * 2)
+    assert torch.equal(again.unpack().cpu(), torch.arange(8.0) * 2 + 1)
+    del packed, again, filler
+
+
 class Scaled(torch.autograd.Function):
     """Saves a tensor of the host on purpose."""
 

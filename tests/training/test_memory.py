@@ -1,4 +1,4 @@
-"""Memory options in whole training runs: the weights stay the same, and the summary proves that the option took effect."""
+"""Memory options in whole training runs: the same weights, and a summary that proves that the option took effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ def pictures(tmp_path_factory) -> Path:
 def basics(tmp_path, pictures, request):
     def of(family: str, name: str) -> dict[str, object]:
         folder = request.getfixturevalue(f"{family}_folder")
-        return {"model": folder, "data": pictures, "output_dir": tmp_path / "runs", "name": name, "steps": 3, "batch": 2}
+        return {
+            "model": folder,
+            "data": pictures,
+            "output_dir": tmp_path / "runs",
+            "name": name,
+            "steps": 3,
+            "batch": 2,
+        }
 
     return of
 
