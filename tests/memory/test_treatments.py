@@ -493,3 +493,15 @@ def test_a_kept_kernel_with_dropout():
     plan = replace(plan, blocks=tuple(replace(block, keep_kernel=True) for block in plan.blocks))
     with elbowroom.apply(model, plan, check_determinism=True):
         assert_identical(expected, gradients(model))
+
+
+def test_a_kernel_of_another_library_is_refused_by_name():
+    model = Stack(Block)
+    plan = stack_plan(Treatments.all("recompute"))
+    plan = replace(plan, blocks=tuple(replace(block, keep_kernel=True) for block in plan.blocks))
+    with (
+        elbowroom.apply(model, plan),
+        pytest.raises(RuntimeError, match=r"keep_attention=kernel has no effect: the kernel of the attention 'attn' of"),
+    ):
+        gradients(model)
+    gradients(model)  # nothing is left behind

@@ -19,12 +19,17 @@ from elbowroom.memory.scope_calls import ActiveBlocks, Pack, Packed, ScopeCall
 
 
 class KeptKernel(ScopeCall):
-    """The kernel calls of one attention module; what they save is kept, besides their arguments."""
+    """The kernel calls of one attention module; what they save is kept, besides their arguments.
+
+    Attributes:
+        called: the attention has called it.
+    """
 
     def __init__(self, attention: str, module: nn.Module):
         self.name = f"the kernel of {attention}"
         self.module = module
         self.original = scaled_dot_product_attention
+        self.called = False
 
     @property
     def pack(self) -> Pack:
@@ -35,13 +40,22 @@ class KeptKernel(ScopeCall):
 
 
 def with_kept_kernel(forward: Callable[..., Any], kernel: KeptKernel, active: ActiveBlocks) -> Callable[..., Any]:
-    """Return `forward` of an attention module with its kernel calls given to the block that is active."""
+    """Return `forward` of an attention module with its kernel calls given to the block that is active.
+
+    It raises `RuntimeError` in its first call if it calls no kernel.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if active.current is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with _KernelCalls(kernel, active):
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        if not kernel.called:
+            raise RuntimeError(
+                f"gradient_checkpointing_keep_attention=kernel has no effect: {kernel.name} is not torch's "
+                "scaled_dot_product_attention; set it to true, which keeps all that attention saves"
+            )
+        return result
 
     return call
 
@@ -59,5 +73,6 @@ class _KernelCalls(TorchFunctionMode):
     ) -> Any:
         block = self._active.current
         if func is scaled_dot_product_attention and block is not None:
+            self._kernel.called = True
             return block.call(self._kernel, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -116,8 +116,7 @@ class Offloader:
             self._pass = Pass()
         key = (storage._cdata, tensor._version)
         known = self._pass.known.get(key)
-        # The address alone is not enough: a storage that died may have left it to another one.
-        if known is not None and not known[0].expired() and (record := known[1]()) is not None:
+        if known is not None and (record := known[1]()) is not None:
             self._counters.bytes_deduplicated += record.nbytes
             return record
         nbytes = storage.nbytes()

@@ -24,7 +24,8 @@ class Pass:
     Attributes:
         sizes: bytes of each record: what tells this kind of pass from others.
         records: in the order in which they were made.
-        known: the record of a storage, by its address and the version of the tensor.
+        known: the record of a storage, by its address and the version of the tensor. The weak reference to the storage
+            is there so that no other storage gets its address when it dies.
         order: numbers of the records in the order in which they were first asked for.
         asked: the same, to look them up.
         forecast: the order of the last pass of this kind.
