@@ -89,7 +89,10 @@ def _registered(nbytes: int) -> torch.Tensor:
 
     torch's own allocator of pinned memory rounds up to a power of two, so a store of 33 GiB would take 64.
     """
-    pages = mmap.mmap(-1, max(nbytes, 1))
+    try:
+        pages = mmap.mmap(-1, max(nbytes, 1))
+    except OSError as error:
+        raise RuntimeError(f"{nbytes} bytes of host memory can't be had ({error.strerror})") from error
     memory = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
     runtime: Any = torch.cuda.cudart()
     result = runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)
