@@ -501,7 +501,9 @@ def test_a_kernel_of_another_library_is_refused_by_name():
     plan = replace(plan, blocks=tuple(replace(block, keep_kernel=True) for block in plan.blocks))
     with (
         elbowroom.apply(model, plan),
-        pytest.raises(RuntimeError, match=r"keep_attention=kernel has no effect: the kernel of the attention 'attn' of"),
+        pytest.raises(
+            RuntimeError, match=r"keep_attention=kernel has no effect: the kernel of the attention 'attn' of"
+        ),
     ):
         gradients(model)
     gradients(model)  # nothing is left behind
