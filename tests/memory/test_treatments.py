@@ -502,7 +502,7 @@ def test_a_kernel_of_another_library_is_refused_by_name():
     with (
         elbowroom.apply(model, plan),
         pytest.raises(
-            RuntimeError, match=r"keep_attention=kernel has no effect: the kernel of the attention 'attn' of"
+            RuntimeError, match=r"keep_attention=kernel has no effect: the kernel of the attention 'attn'"
         ),
     ):
         gradients(model)
