@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -35,7 +37,8 @@ def median_seconds(
 ) -> dict[str, float]:
     """Time several steps in turns, `rounds` times each after one warm-up, and return the median of each.
 
-    In turns, because a machine gets faster and slower while it works: each round sees the same machine.
+    In turns, because a machine gets faster and slower while it works: each round sees the same machine. In another
+    order each time, because what one step leaves behind (freed memory, warm caches) is felt by the next.
 
     Args:
         steps: what is timed.
@@ -46,8 +49,10 @@ def median_seconds(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
+    shuffled = random.Random(0)
     for _ in range(rounds):
-        for name, step in steps.items():
+        for name, step in shuffled.sample(list(steps.items()), len(steps)):
+            gc.collect()
             with around[name]() if around else nullcontext():
                 if name in warm:
                     step()

@@ -501,9 +501,7 @@ def test_a_kernel_of_another_library_is_refused_by_name():
     plan = replace(plan, blocks=tuple(replace(block, keep_kernel=True) for block in plan.blocks))
     with (
         elbowroom.apply(model, plan),
-        pytest.raises(
-            RuntimeError, match=r"keep_attention=kernel has no effect: the kernel of the attention 'attn'"
-        ),
+        pytest.raises(RuntimeError, match=r"keep_attention=kernel has no effect: the kernel of the attention 'attn'"),
     ):
         gradients(model)
     gradients(model)  # nothing is left behind
