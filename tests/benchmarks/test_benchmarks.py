@@ -64,7 +64,7 @@ def test_engine_names_the_row_that_it_does_not_know(run, capsys):
 
 
 def test_engine_tells_what_is_worse():
-    rows = [engine.Row("fast", None, "peer"), engine.Row("faster", None, "peer", faster=True)]
+    rows = [engine.Row("fast", None, ("peer",)), engine.Row("faster", None, ("peer",), faster=True)]
     figures = {
         "peer": engine.Figures(1.0, 1000),
         "fast": engine.Figures(1.01, 1020),
