@@ -14,12 +14,20 @@ from elbowroom.memory.handle import Handle
 from elbowroom.memory.plan import BlockPlan, Plan
 
 
-def apply(model: nn.Module, plan: Plan, *, check_determinism: bool = False) -> Handle:
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: torch.device | str | None = None,
+    check_determinism: bool = False,
+) -> Handle:
     """Install `plan` on this model instance.
 
     Args:
         model: the model that the plan was made for, by itself or wrapped by PEFT; its code is not changed.
         plan: from `schedule`, `Plan.from_json`, or made by hand.
+        device: where the model computes. It and all that is not streamed are moved there; streamed weights stay in host
+            memory (or go there, or to the disk). None: where the model is.
         check_determinism: in every replay, compare all recomputed tensors bit for bit with the originals (by digests)
             and raise if they differ. Slow; finds blocks that draw from Python's, NumPy's or a private generator, whose
             state is not restored.
@@ -38,7 +46,7 @@ def apply(model: nn.Module, plan: Plan, *, check_determinism: bool = False) -> H
         for block in plan.blocks
         for name in (*block.modules.attention, *block.modules.feed_forward)
     ]
-    missing = [name for name in (*names, *scopes) if name not in modules]
+    missing = [name for name in (*names, *scopes, *plan.streamed) if name not in modules]
     if missing:
         raise ValueError(f"the plan names modules that {type(base).__name__} does not have: {', '.join(missing)}")
     refuse_nested(names)
@@ -48,7 +56,8 @@ def apply(model: nn.Module, plan: Plan, *, check_determinism: bool = False) -> H
         _refuse_second_plan(block, modules[block.name])
     for segment in plan.segments:
         _refuse_units_of_fsdp_in(segment, [modules[block.name] for block in segment])
-    return Handle(plan, [modules[name] for name in names], check_determinism=check_determinism)
+    target = None if device is None else torch.device(device)
+    return Handle(plan, base, device=target, check_determinism=check_determinism)
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from elbowroom.memory.attention_kernel import KeptKernel, with_kept_kernel
 from elbowroom.memory.installed import Installed, InstalledCompile, refuse_compiled_model
-from elbowroom.memory.kept import Kept
+from elbowroom.memory.kept import keep
 from elbowroom.memory.plan import BlockPlan, Scope, Treatment
 from elbowroom.memory.scope_calls import ActiveBlocks, Pack, Packed
 
@@ -33,11 +34,28 @@ class Treats(Protocol):
 
 
 class BlockForward(Installed):
-    """Takes the place of one block's forward."""
+    """Takes the place of one block's forward.
 
-    def __init__(self, handle: Treats, module: nn.Module, block: BlockPlan, position: int):
+    Args:
+        handle: gives calls their treatment.
+        module: the block.
+        block: its plan.
+        position: its place in the block sequence.
+        visiting: makes of the forward a call during which the block's streamed weights are on the device; None if the
+            block is not streamed as a whole.
+    """
+
+    def __init__(
+        self,
+        handle: Treats,
+        module: nn.Module,
+        block: BlockPlan,
+        position: int,
+        visiting: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    ):
         super().__init__(f"block {block.name!r}", module)
         self.block = block
+        self._visiting = visiting
         self.position = position
         self.pack: Pack = partial(handle.pack, "rest", self.name, module)
         self.pack_boundary: Pack | None = None
@@ -61,12 +79,17 @@ class BlockForward(Installed):
         return treatment != self.block.treatments.rest or treatment == "offload"
 
     def install(self) -> None:
-        super().install()
+        self._install()
         self._compile.install()
         for scope in self._scopes:
             scope.install()
             if self.compiled:
                 scope.compile_original()
+
+    def _install(self) -> None:
+        super().install()
+        if self._visiting is not None:
+            self.original = self._visiting(self.original)
 
     def uninstall(self) -> None:
         super().uninstall()
@@ -94,7 +117,7 @@ class BlockForward(Installed):
                 kwargs = {**kwargs, "fullgraph": False}
             type(self.module).compile(self.module, *args, **kwargs)
         finally:
-            super().install()
+            self._install()
 
 
 class ScopeForward(Installed):
@@ -107,7 +130,7 @@ class ScopeForward(Installed):
         super().__init__(where, block.get_submodule(path))
         self.pack: Pack | None = None
         if treatment == "keep":
-            self.pack = partial(_keep, where)
+            self.pack = partial(keep, where)
         elif treatment == "offload":
             self.pack = partial(handle.pack, scope, where, block)
         self._block = block
@@ -143,7 +166,3 @@ class ScopeForward(Installed):
         if torch.compiler.is_compiling():
             return self._call_from_compiled(self, args, kwargs)
         return self._call(self, args, kwargs)
-
-
-def _keep(where: str, tensor: torch.Tensor) -> Packed:
-    return Kept(tensor, where)

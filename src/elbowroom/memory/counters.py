@@ -37,6 +37,16 @@ class Counters:
         window_in: most bytes reloaded, or on their way back, and not used yet.
         store_peak: most bytes in the store at one time.
         store_allocated: bytes of host memory or disk that the store has reserved.
+        weights_streamed: bytes of weights that live in their home and visit the device.
+        weights_tied: bytes of weights that were to be streamed, but stay, for others share them.
+        weight_fetches: copies of weights to the device; one may take several layers.
+        weight_bytes_in: their bytes.
+        weight_hits: uses of weights that were on the device, or on their way.
+        weight_waits: uses of weights that were fetched when they were needed.
+        weight_wait_seconds: time that the program stood still for weights, in seconds.
+        weight_window: most bytes of weights on the device at one time.
+        gradient_bytes_out: bytes of gradients of streamed weights that were copied home.
+        gradient_window: most bytes of gradients on their way home at one time.
     """
 
     segments: int = 0
@@ -61,6 +71,16 @@ class Counters:
     window_in: int = 0
     store_peak: int = 0
     store_allocated: int = 0
+    weights_streamed: int = 0
+    weights_tied: int = 0
+    weight_fetches: int = 0
+    weight_bytes_in: int = 0
+    weight_hits: int = 0
+    weight_waits: int = 0
+    weight_wait_seconds: float = 0.0
+    weight_window: int = 0
+    gradient_bytes_out: int = 0
+    gradient_window: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,20 @@ class Report:
                 f"{counters.wait_seconds:.2f} s of waiting; on their way at most {_size(counters.window_out)} out and "
                 f"{_size(counters.window_in)} in",
             ]
+        if self.plan.streamed:
+            lines.append(
+                f"weights: {_size(counters.weights_streamed)} streamed, {_size(counters.weight_bytes_in)} fetched in "
+                f"{counters.weight_fetches} copies; {counters.weight_hits} uses ahead, {counters.weight_waits} on "
+                f"demand; {counters.weight_wait_seconds:.2f} s of waiting; on the device at most "
+                f"{_size(counters.weight_window)}"
+            )
+            if counters.gradient_bytes_out:
+                lines.append(
+                    f"gradients: {_size(counters.gradient_bytes_out)} brought home, at most "
+                    f"{_size(counters.gradient_window)} at one time"
+                )
+            if counters.weights_tied:
+                lines.append(f"tied weights: {_size(counters.weights_tied)} stay on the device, for others share them")
         if counters.bytes_refused:
             lines.append(f"no room: {_size(counters.bytes_refused)} stayed, for the store had no room for them")
         if counters.blocks_kept:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,33 +15,41 @@ from torch.autograd.graph import saved_tensors_hooks
 from elbowroom.memory.block_forward import BlockForward, ScopeForward
 from elbowroom.memory.counters import Counters, Report
 from elbowroom.memory.devices import device_for
-from elbowroom.memory.kept import Kept
+from elbowroom.memory.installed import Installed
+from elbowroom.memory.kept import Kept, keep
 from elbowroom.memory.module_state import modules_of
 from elbowroom.memory.offload.offloader import Offloader
 from elbowroom.memory.offload.opening import open_store
 from elbowroom.memory.offload.outside import Outside
 from elbowroom.memory.plan import Plan, Treatments
-from elbowroom.memory.scope_calls import ActiveBlock, ActiveBlocks, Packed, ScopeCall, unpack
+from elbowroom.memory.scope_calls import ActiveBlock, ActiveBlocks, Pack, Packed, ScopeCall, unpack
 from elbowroom.memory.segments import SegmentRun
+from elbowroom.memory.weights.layer_forward import LayerForward
+from elbowroom.memory.weights.opening import open_streamer
 
 
 class Handle:
     """A plan at work on one model. `report()` tells what it did; `remove()` leaves the model as it was."""
 
-    def __init__(self, plan: Plan, modules: Sequence[nn.Module], *, check_determinism: bool):
+    def __init__(
+        self, plan: Plan, base: nn.Module, *, device: torch.device | None = None, check_determinism: bool = False
+    ):
         self.plan = plan
         self._counters = Counters()
         self._check_determinism = check_determinism
         self.active = _Threads()
         self._offloaders: dict[torch.device, Offloader | None] = {}
         self._prefetch: bool | None = plan.offload.prefetch
-        self._installed = [
-            BlockForward(self, module, block, position)
-            for position, (module, block) in enumerate(zip(modules, plan.blocks, strict=True))
-            if block.treatments != _KEPT
-        ]
-        for forward in self._installed:
-            forward.install()
+        self._streamer = open_streamer(base, plan, device, self._counters) if plan.streamed else None
+        self._weights_first: Callable[[Pack], Pack] = _same if self._streamer is None else self._streamer.first
+        self._installed: list[Installed] = []
+        try:
+            for forward in (*self._layers(), *self._blocks(base)):
+                forward.install()
+                self._installed.append(forward)
+        except BaseException:
+            self.remove()
+            raise
 
     @property
     def offloaders(self) -> tuple[Offloader, ...]:
@@ -75,6 +84,9 @@ class Handle:
             if offloader is not None and offloader.store.present == 0:
                 offloader.close()
             del self._offloaders[device]
+        if self._streamer is not None:
+            self._streamer.close()
+            self._streamer = None
 
     def __enter__(self) -> Handle:
         return self
@@ -93,7 +105,7 @@ class Handle:
 
     def _offloader(self, device: torch.device, module: nn.Module) -> Offloader | None:
         """Return what offloads from a device; None for tensors in host memory whose model is on an accelerator."""
-        if device.type == "cpu" and accelerator_of(module) is not None:
+        if device.type == "cpu" and self._accelerator(module) is not None:
             return None
         seam = device_for(device)
         offloader = Offloader(seam, open_store(seam, self.plan.offload), self.plan.offload, self._counters)
@@ -131,12 +143,21 @@ class Handle:
             return forward.original(*args, **kwargs)
         return block.call(forward, args, kwargs)
 
+    def call_layer(self, forward: LayerForward, args: tuple, kwargs: dict) -> Any:
+        """Call a layer whose weights are streamed. Inside a block, the block's hooks see what is saved."""
+        if self.active.current is not None or not torch.is_grad_enabled():
+            return forward.original(*args, **kwargs)
+        with saved_tensors_hooks(self._weights_first(partial(keep, forward.name)), unpack):
+            return forward.original(*args, **kwargs)
+
     def _call_directly(self, forward: BlockForward, args: tuple, kwargs: dict) -> Any:
         """Call a block that is not recomputed as a whole."""
-        with self.active.entered(_DirectBlock(forward, self._run)):
-            if forward.block.treatments.rest == "keep":
+        with self.active.entered(_DirectBlock(forward, self._run, self._weights_first)):
+            keeps = forward.block.treatments.rest == "keep"
+            if keeps and self.plan.residency(forward.block) == "resident":
                 return forward.original(*args, **kwargs)
-            with saved_tensors_hooks(forward.pack, unpack):
+            pack = partial(keep, forward.name) if keeps else forward.pack
+            with saved_tensors_hooks(self._weights_first(pack), unpack):
                 return forward.original(*args, **kwargs)
 
     def _segment_for(self, forward: BlockForward) -> SegmentRun:
@@ -152,12 +173,36 @@ class Handle:
         run.last_block = forward.position
         return run
 
+    def _layers(self) -> Iterator[LayerForward]:
+        if self._streamer is None:
+            return
+        blocks = {block.name for block in self.plan.blocks}
+        for unit in self._streamer.units:
+            if unit.name not in blocks:
+                yield LayerForward(self._streamer, unit, self.call_layer)
+
+    def _blocks(self, base: nn.Module) -> Iterator[BlockForward]:
+        units = {} if self._streamer is None else {unit.name: unit for unit in self._streamer.units}
+        for position, block in enumerate(self.plan.blocks):
+            if block.treatments == _KEPT and self.plan.residency(block) == "resident":
+                continue
+            visiting = None
+            if self._streamer is not None and block.name in units:
+                visiting = partial(self._streamer.visiting, units[block.name])
+            yield BlockForward(self, base.get_submodule(block.name), block, position, visiting)
+
+    def _accelerator(self, module: nn.Module) -> torch.device | None:
+        if self._streamer is not None:  # parameters at home don't tell
+            return None if self._streamer.device.type == "cpu" else self._streamer.device
+        return accelerator_of(module)
+
     def _run(self, forward: BlockForward) -> SegmentRun:
         return SegmentRun(
             forward.block.segment,
             self._counters,
             self.active,
-            accelerator_of(forward.module),
+            self._accelerator(forward.module),
+            self._weights_first,
             forward.pack_boundary,
             self._check_determinism,
         )
@@ -173,14 +218,20 @@ class _Threads(ActiveBlocks):
 class _DirectBlock(ActiveBlock):
     """A block that is not recomputed as a whole: its scopes run under hooks of their own, or are units of their own."""
 
-    def __init__(self, forward: BlockForward, new_run: Callable[[BlockForward], SegmentRun]):
+    def __init__(
+        self,
+        forward: BlockForward,
+        new_run: Callable[[BlockForward], SegmentRun],
+        weights_first: Callable[[Pack], Pack],
+    ):
         self._forward = forward
+        self._weights_first = weights_first
         self._new_run = new_run
         self._run: SegmentRun | None = None
 
     def call(self, scope: ScopeCall, args: tuple, kwargs: dict) -> Any:
         if scope.pack is not None:
-            with saved_tensors_hooks(scope.pack, unpack):
+            with saved_tensors_hooks(self._weights_first(scope.pack), unpack):
                 return scope.original(*args, **kwargs)
         # Parts that feed one another (up-projection, activation) are one unit; separate modules are replayed apart.
         if self._run is None or not self._run.returned((*args, *kwargs.values())):
@@ -198,6 +249,10 @@ def accelerator_of(module: nn.Module) -> torch.device | None:
             if parameter is not None:
                 return None if parameter.device.type in ("cpu", "meta") else parameter.device
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def _same(pack: Pack) -> Pack:
+    return pack
 
 
 _KEPT = Treatments()

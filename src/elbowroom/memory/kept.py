@@ -25,6 +25,11 @@ class Kept:
         return self._tensor
 
 
+def keep(where: str, tensor: torch.Tensor) -> Kept:
+    """Pack a tensor as itself."""
+    return Kept(tensor, where)
+
+
 def check_version(present: int, saved: int, where: str) -> None:
     """Raise `RuntimeError` if a saved tensor was written to since it was saved."""
     if present != saved:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Scope = Literal["attention", "feed_forward", "rest"]
 """A part of a block; `rest` is the block without the other two."""
@@ -17,6 +17,10 @@ Treatment = Literal["keep", "recompute", "offload"]
 
 StoreKind = Literal["pinned", "pageable", "disk"]
 """Where offloaded bytes live: page-locked host memory, ordinary host memory, a file."""
+
+
+Residency = Literal["resident", "streamed", "layers"]
+"""Where a block's weights live: on the device, in the store, or in the store for some of its layers."""
 
 
 @dataclass(frozen=True)
@@ -125,21 +129,42 @@ class OffloadSettings:
     smallest: int = 4096
 
 
+@dataclass(frozen=True)
+class WeightSettings:
+    """Where streamed weights live, and how they visit.
+
+    Attributes:
+        store: their home; None means pinned memory for an accelerator, and the disk for the CPU.
+        path: folder for weights that move to the disk; None means the system's folder for temporary files.
+        window: bytes of weights on the device at one time (a single module may need more); None means a quarter of a
+            gibibyte, or twice the largest module.
+    """
+
+    store: StoreKind | None = None
+    path: str | None = None
+    window: int | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The blocks of a model in execution order, each with its treatment.
+    """The blocks of a model in execution order, each with its treatment, and the modules whose weights are streamed.
 
     Attributes:
         blocks: one `BlockPlan` a block; the blocks of a segment are consecutive and share the boundary's treatment.
-        offload: settings of the store.
+        offload: settings of the store of activations.
+        streamed: dotted names of the modules (blocks or layers) whose weights are streamed, in execution order.
+        weights: settings of the store of weights.
         notes: remarks for the reader; they do not count when plans are compared.
 
     Raises:
-        ValueError: a block is planned twice, or a segment has a gap or two kinds of boundary.
+        ValueError: a block is planned twice, a segment has a gap or two kinds of boundary, or a streamed module lies
+            inside another one.
     """
 
     blocks: tuple[BlockPlan, ...]
     offload: OffloadSettings = OffloadSettings()
+    streamed: tuple[str, ...] = ()
+    weights: WeightSettings = WeightSettings()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +185,12 @@ class Plan:
                     raise ValueError(f"segment {block.segment}: the boundary is both kept and offloaded")
                 finished.add(block.segment)
             previous = block
+        if len(set(self.streamed)) != len(self.streamed):
+            raise ValueError("the plan streams a module twice")
+        for name in self.streamed:
+            outer = next((other for other in self.streamed if name.startswith(f"{other}.")), None)
+            if outer is not None:
+                raise ValueError(f"the plan streams {name} and {outer}, which holds it; name only one of them")
 
     @property
     def segments(self) -> tuple[tuple[BlockPlan, ...], ...]:
@@ -177,15 +208,22 @@ class Plan:
 
     @property
     def takes_effect(self) -> bool:
-        """Whether anything is recomputed or offloaded."""
-        return any(block.treatments != Treatments() for block in self.blocks)
+        """Whether anything is recomputed, offloaded or streamed."""
+        return bool(self.streamed) or any(block.treatments != Treatments() for block in self.blocks)
+
+    def residency(self, block: BlockPlan) -> Residency:
+        """Return where the weights of a block live between their uses."""
+        if block.name in self.streamed:
+            return "streamed"
+        return "layers" if any(name.startswith(f"{block.name}.") for name in self.streamed) else "resident"
 
     def strip(self) -> str:
         """One cell a block: `k` kept, `r` recomputed, `o` offloaded.
 
         Three letters where attention, feed-forward and rest differ: `krr` keeps attention and recomputes the others,
         `Krr` keeps the attention kernel alone.
-        Brackets enclose a segment, `[rr][rr]kk`; angle brackets one whose boundary is offloaded, `<rr>`.
+        Brackets enclose a segment, `[rr][rr]kk`; angle brackets one whose boundary is offloaded, `<rr>`. `~` follows a
+        block whose weights are streamed, `.` one of which single layers are.
         """
         groups: list[list[BlockPlan]] = []
         for block in self.blocks:
@@ -193,8 +231,10 @@ class Plan:
                 groups[-1].append(block)
             else:
                 groups.append([block])
-        narrow = all(len(block.cell()) == 1 for block in self.blocks)
-        cells = [_enclosed(group, "" if narrow else " ") for group in groups]
+        marks = {"resident": "", "streamed": "~", "layers": "."}
+        cells_of = {block.name: block.cell() + marks[self.residency(block)] for block in self.blocks}
+        narrow = all(len(cell) == 1 for cell in cells_of.values())
+        cells = [_enclosed(group, [cells_of[block.name] for block in group], narrow) for group in groups]
         return ("" if narrow else " ").join(cells)
 
     def legend(self) -> str:
@@ -203,6 +243,7 @@ class Plan:
         words = {
             "k": "k kept", "r": "r recomputed", "o": "o offloaded", "K": "K attention kernel kept",
             "[": "[ ] a segment, recomputed as one", "<": "< > the same, with what enters it offloaded",
+            "~": "~ weights streamed", ".": ". weights of single layers streamed",
         }  # fmt: skip
         used = [text for letter, text in words.items() if letter in strip]
         if any(len(block.cell()) > 1 for block in self.blocks):
@@ -218,6 +259,8 @@ class Plan:
             "version": FORMAT_VERSION,
             "blocks": [asdict(block) for block in self.blocks],
             "offload": asdict(self.offload),
+            "streamed": list(self.streamed),
+            "weights": asdict(self.weights),
             "notes": list(self.notes),
         }
         return json.dumps(document, indent=1)
@@ -238,15 +281,20 @@ class Plan:
         blocks, notes = document.get("blocks"), document.get("notes", [])
         if not isinstance(blocks, list) or not isinstance(notes, list):
             raise ValueError("this is not a plan: 'blocks' and 'notes' must be lists")
+        streamed = document.get("streamed", [])
+        if not _is_list_of_names(streamed):
+            raise ValueError("this is not a plan: 'streamed' must be a list of names")
         return cls(
             tuple(map(_block_from_json, blocks)),
-            _settings_from_json(document.get("offload", {})),
+            _settings_from_json(OffloadSettings, "offload", document.get("offload", {})),
+            tuple(streamed),
+            _settings_from_json(WeightSettings, "weights", document.get("weights", {})),
             tuple(map(str, notes)),
         )
 
 
-def _enclosed(group: Sequence[BlockPlan], separator: str) -> str:
-    cells = separator.join(block.cell() for block in group)
+def _enclosed(group: Sequence[BlockPlan], cells_: Sequence[str], narrow: bool) -> str:
+    cells = ("" if narrow else " ").join(cells_)
     if group[0].boundary == "offload":
         return f"<{cells}>"
     return f"[{cells}]" if group[0].segment is not None else cells
@@ -285,15 +333,15 @@ def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
 
 
-def _settings_from_json(entry: Any) -> OffloadSettings:
-    if not isinstance(entry, dict) or set(entry) - {part.name for part in fields(OffloadSettings)}:
-        raise ValueError(f"this is not a plan: 'offload' can't be {entry!r}")
+def _settings_from_json(kind: Any, part: str, entry: Any) -> Any:
+    if not isinstance(entry, dict) or set(entry) - {each.name for each in fields(kind)}:
+        raise ValueError(f"this is not a plan: {part!r} can't be {entry!r}")
     for name in ("limit", "window", "smallest"):
         value = entry.get(name)
         if value is not None and (type(value) is not int or value < 0):
-            raise ValueError(f"this is not a plan: {name!r} of 'offload' must be a number of bytes, not {value!r}")
+            raise ValueError(f"this is not a plan: {name!r} of {part!r} must be a number of bytes, not {value!r}")
     if entry.get("store") not in (None, *get_args(StoreKind)):
         raise ValueError(f"this is not a plan: there is no store {entry['store']!r}")
     if not isinstance(entry.get("path"), (str, type(None))) or entry.get("prefetch") not in (None, True, False):
-        raise ValueError(f"this is not a plan: 'offload' can't be {entry!r}")
-    return OffloadSettings(**entry)
+        raise ValueError(f"this is not a plan: {part!r} can't be {entry!r}")
+    return kind(**entry)

@@ -37,7 +37,7 @@ def schedule_blocks(blocks: Sequence[ScopedBlock], controls: Controls) -> Plan:
         )
         for position, (name, modules) in enumerate(blocks)
     )
-    return Plan(planned, _settings(controls), _notes(len(blocks), controls))
+    return Plan(planned, _settings(controls), notes=_notes(len(blocks), controls))
 
 
 def _plan_block(name: str, modules: ScopeModules, controls: Controls, segment: int | None) -> BlockPlan:

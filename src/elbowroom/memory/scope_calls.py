@@ -166,12 +166,14 @@ class RecordedScopes:
     Args:
         pack: the block's own pack hook, for what its replay fills in.
         accelerator: device whose random state matters besides the CPU's, or None.
+        weights_first: makes of a pack hook one that saves streamed weights as handles.
     """
 
-    def __init__(self, pack: Pack, accelerator: torch.device | None):
+    def __init__(self, pack: Pack, accelerator: torch.device | None, weights_first: Callable[[Pack], Pack]):
         self.results: list[ScopeResult] = []
         self._pack = pack
         self._accelerator = accelerator
+        self._weights_first = weights_first
         self._returned: list[tuple[str, torch.Tensor, int | None]] = []
 
     def call(self, scope: ScopeCall, args: tuple, kwargs: dict) -> Any:
@@ -194,7 +196,7 @@ class RecordedScopes:
             return self._pack(tensor)
 
         before = ambient.random_state(self._accelerator)
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(self._weights_first(pack), unpack):
             result = scope.original(*args, **kwargs)
         arguments.clear()  # autograd holds on to the hook, and must not hold on to the arguments with it
         after = ambient.random_state(self._accelerator)

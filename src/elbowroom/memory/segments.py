@@ -190,6 +190,7 @@ class SegmentRun:
         counters: totals of the handle.
         active: the block that each thread is in.
         accelerator: device whose random state and autocast matter besides the CPU's, or None.
+        weights_first: makes of a pack hook one that saves streamed weights as handles.
         pack_boundary: takes the tensors that enter it to the store; None if they are kept.
         check_determinism: compare every recomputed tensor with the original bit for bit, by a digest.
         last_block: position of the block that was recorded last.
@@ -201,6 +202,7 @@ class SegmentRun:
     counters: Counters
     active: ActiveBlocks
     accelerator: torch.device | None
+    weights_first: Callable[[Pack], Pack]
     pack_boundary: Pack | None = None
     check_determinism: bool = False
     last_block: int = -1
@@ -242,10 +244,10 @@ class SegmentRun:
             fresh.append(slot)
             return slot
 
-        scopes = RecordedScopes(pack, self.accelerator)
+        scopes = RecordedScopes(pack, self.accelerator, self.weights_first)
         self.recording, self.read_while_recording = True, False
         try:
-            with self.active.entered(scopes), saved_tensors_hooks(pack, unpack):
+            with self.active.entered(scopes), saved_tensors_hooks(self.weights_first(pack), unpack):
                 result = callee.original(*args, **kwargs)
         finally:
             self.recording = False
@@ -324,7 +326,7 @@ class SegmentRun:
                         ambient.autocast_as(call.autocast),
                         ambient.random_state_as(call.random_state, self.accelerator),
                         self.active.entered(scopes),
-                        saved_tensors_hooks(pack, _never_unpacked),
+                        saved_tensors_hooks(self.weights_first(pack), _never_unpacked),
                     ):
                         outputs.append(tree_leaves(call.callee.original(*args, **kwargs)))
         except _ReplayDone:

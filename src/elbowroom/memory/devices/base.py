@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -63,6 +63,15 @@ class Geometry:
             tensor.is_conj(),
             tensor.is_neg(),
         )
+
+    @property
+    def start(self) -> int:
+        """The first element, in bytes."""
+        return self.offset * self.dtype.itemsize
+
+    def moved_to(self, start: int) -> Geometry:
+        """Return the same with its first element at byte `start`, which the size of an element must divide."""
+        return replace(self, offset=start // self.dtype.itemsize)
 
 
 class Device(ABC):

@@ -7,17 +7,19 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from elbowroom.memory.devices.base import Device, Event
 from elbowroom.memory.devices.cpu import FutureEvent
+from elbowroom.memory.offload.file_bytes import read_all, write_all
 from elbowroom.memory.offload.stack import Slab, Span
 from elbowroom.memory.offload.stacked_store import StackedStore, StoredSpan, wait_for
-from elbowroom.memory.offload.staging import Staging
+from elbowroom.memory.offload.staging import StagedLoad, Staging
 from elbowroom.memory.offload.store import Stored, StoreError
 
 
@@ -67,7 +69,7 @@ class DiskStore(StackedStore):
             copied = stored.copy_from_buffer(self._device, target)
             if copied is not None:
                 return copied
-            load = _StagedLoad(self._device, self._staging_in, self._readers, file, stored, target)
+            load = StagedLoad(self._device, self._staging_in, self._readers, partial(_read, file, stored), target)
             stored.used_by(load.read)  # not until the copy to the device: that is begun only by who waits for it
             return load
 
@@ -187,53 +189,6 @@ class _StagedSpan(_DiskSpan):
             return event
 
 
-class _StagedLoad:
-    """Reads into a staging buffer in a thread, then copies to the device from the thread that computes.
-
-    Only there it is known which of the device's work the copy has to wait for.
-
-    Attributes:
-        read: the end of reading.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        staging: Staging,
-        readers: ThreadPoolExecutor,
-        file: _File,
-        stored: _DiskSpan,
-        target: torch.Tensor,
-    ):
-        self._device = device
-        self._staging = staging
-        self._target: torch.Tensor | None = target
-        self._copied: Event | None = None
-        self._lock = threading.Lock()
-        self._buffer = staging.take_at_once(stored.nbytes)
-        self._bytes = self._buffer[: stored.nbytes]
-        self.read = FutureEvent(readers.submit(_read, file, stored, self._bytes))
-
-    def done(self) -> bool:
-        return self.read.done() and self._copy().done()
-
-    def wait(self) -> None:
-        self._copy().wait()
-
-    def hold_compute(self) -> None:
-        self._copy().hold_compute()
-
-    def _copy(self) -> Event:
-        self.read.wait()
-        with self._lock:
-            if self._copied is None:
-                assert self._target is not None
-                self._copied = self._device.copy_in(self._bytes, self._target)
-                self._staging.give(self._buffer, [self._copied])
-                self._target = None
-            return self._copied
-
-
 def _write_buffer(disk: _Disk, file: _File, stored: _StagedSpan, after: Sequence[Event], staging: Staging) -> None:
     buffer = stored.buffer
     assert buffer is not None
@@ -255,7 +210,7 @@ def _write_buffer(disk: _Disk, file: _File, stored: _StagedSpan, after: Sequence
 def _write(disk: _Disk, file: _File, span: Span, source: torch.Tensor, after: Sequence[Event]) -> None:
     wait_for(after)
     try:
-        _whole(lambda view, at: os.pwrite(file.number, view, at), source, span.offset)
+        write_all(file.number, source, span.offset)
     except OSError as error:
         disk.failed = True
         raise StoreError(f"{source.nbytes} bytes of activations could not be written ({error.strerror})") from error
@@ -263,18 +218,7 @@ def _write(disk: _Disk, file: _File, span: Span, source: torch.Tensor, after: Se
 
 def _read(file: _File, stored: _DiskSpan, target: torch.Tensor) -> None:
     stored.written.result()
-    _whole(lambda view, at: os.preadv(file.number, [view], at), target, stored.span.offset)
-
-
-def _whole(step: Callable[[memoryview, int], int], tensor: torch.Tensor, offset: int) -> None:
-    """Move all bytes of a tensor: the system may do less at a time than it is asked for."""
-    view: memoryview = tensor.numpy().data
-    position = 0
-    while position < len(view):
-        moved = step(view[position:], offset + position)
-        if moved == 0:
-            raise OSError(5, "the file is shorter than what was written to it")
-        position += moved
+    read_all(file.number, target, stored.span.offset)
 
 
 def _shut_down(*pools: ThreadPoolExecutor) -> None:

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from elbowroom.memory.counters import Counters
 from elbowroom.memory.devices.base import Device, Event, Geometry
+from elbowroom.memory.forecast import Forecast, Orders
 from elbowroom.memory.kept import Kept
 from elbowroom.memory.offload.outside import Outside
-from elbowroom.memory.offload.prefetch import Forecast, Orders
 from elbowroom.memory.offload.records import Ahead, OffloadedSubclass, OffloadedTensor, Pass, Record, Restored
 from elbowroom.memory.offload.store import Store, StoreError
 from elbowroom.memory.plan import OffloadSettings
@@ -83,7 +83,7 @@ class Offloader:
         """Whether the order in which the last pass was asked for is known."""
         with self._lock:
             self._learn()
-            return self._orders.known(self._pass.sizes) is not None
+            return self._orders.known(tuple(self._pass.sizes)) is not None
 
     def close(self) -> None:
         """Wait for all copies and release everything. Tensors that are still in the store are lost."""
@@ -228,7 +228,7 @@ class Offloader:
         """Learn what was asked for, and reload what will be asked for next."""
         pass_ = record.pass_
         if not pass_.order:
-            order = self._orders.known(pass_.sizes)
+            order = self._orders.known(tuple(pass_.sizes))
             pass_.forecast = Forecast(order) if order is not None else None
         if record.number not in pass_.asked:
             pass_.asked.add(record.number)
@@ -287,7 +287,7 @@ class Offloader:
 
     def _learn(self) -> None:
         if self._pass.order:
-            self._orders.learn(self._pass.sizes, self._pass.order)
+            self._orders.learn(tuple(self._pass.sizes), self._pass.order)
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elbowroom.memory.devices.base import Event, Geometry
+from elbowroom.memory.forecast import Forecast
 from elbowroom.memory.kept import check_version
-from elbowroom.memory.offload.prefetch import Forecast
 from elbowroom.memory.offload.store import Stored
 from elbowroom.memory.scope_calls import Packed
 

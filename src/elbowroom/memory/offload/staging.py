@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from elbowroom.memory.devices.base import Device, Event
+from elbowroom.memory.devices.cpu import FutureEvent
 from elbowroom.memory.offload.stacked_store import wait_for
 
 Used = tuple[torch.Tensor, list[Event]]
@@ -100,6 +103,59 @@ class Staging:
             buffer = self._device.host_memory(nbytes, pinned=False)  # slower, and nothing else
         self._allocated += nbytes
         return buffer
+
+
+class StagedLoad:
+    """Reads into a staging buffer in a thread, then copies to the device from the thread that computes.
+
+    Only there it is known which of the device's work the copy has to wait for.
+
+    Args:
+        device: where the bytes go in the end.
+        staging: where the buffer comes from.
+        readers: the threads.
+        read: fills the bytes of the host that it is given.
+        target: bytes of the device.
+
+    Attributes:
+        read: the end of reading.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        staging: Staging,
+        readers: ThreadPoolExecutor,
+        read: Callable[[torch.Tensor], None],
+        target: torch.Tensor,
+    ):
+        self._device = device
+        self._staging = staging
+        self._target: torch.Tensor | None = target
+        self._copied: Event | None = None
+        self._lock = threading.Lock()
+        self._buffer = staging.take_at_once(target.nbytes)
+        self._bytes = self._buffer[: target.nbytes]
+        self.read = FutureEvent(readers.submit(read, self._bytes))
+
+    def done(self) -> bool:
+        return self.read.done() and self._copy().done()
+
+    def wait(self) -> None:
+        self._copy().wait()
+
+    def hold_compute(self) -> None:
+        self._copy().hold_compute()
+
+    def _copy(self) -> Event:
+        self.read.wait()
+        with self._lock:
+            if self._copied is None:
+                assert self._target is not None
+                self._copied = self._device.copy_in(self._bytes, self._target)
+                self._staging.give(self._buffer, [self._copied])
+                self._target = None
+            return self._copied
 
 
 def _settle(*lists: list[Used]) -> None:
