@@ -25,6 +25,7 @@ from elbowroom.memory.kept import Kept
 from elbowroom.memory.offload.disk_store import DiskStore
 from elbowroom.memory.offload.host_store import HostStore
 from elbowroom.memory.offload.offloader import Offloader
+from elbowroom.memory.offload.outside import Outside
 from elbowroom.memory.offload.store import Store
 from elbowroom.testing import SimulatedAccelerator, simulated_accelerator
 from tests.support.models import BUILDERS, INPUTS, add_lora, assert_identical, step
@@ -269,6 +270,51 @@ def test_subclasses_travel_in_parts(place):
     gradient = leaf.grad
     assert isinstance(gradient, TwoTensor)
     assert torch.equal(gradient.a, 2 * (first * 2).exp()) and torch.equal(gradient.b, 2 * (second * 2).exp())
+
+
+def torchao_int8() -> torch.Tensor:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False)
+    quantize_(layer, Int8WeightOnlyConfig())
+    return layer.weight.detach()
+
+
+def sdnq_int8() -> torch.Tensor:
+    from sdnq.training.tensor import SDNQTensor
+
+    return SDNQTensor.from_float(torch.randn(64, 64), weights_dtype="int8")
+
+
+def sharded() -> torch.Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(torch.randn(64, 64), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+@pytest.mark.parametrize("make", [torchao_int8, sdnq_int8, sharded])
+def test_quantized_and_sharded_tensors_come_back(make, tmp_path, monkeypatch):
+    """Through the flatten protocol, as tensors that a block has made; as parameters, they stay."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        tensor = make()
+        offloader, counters = offloader_on(Cpu(), DiskStore(Cpu(), tmp_path, limit=LIMIT), window=1)
+        parameter = offloader.pack(nn.Parameter(tensor, requires_grad=False), "rest", "the test")
+        assert isinstance(parameter, Kept) and counters.records == 0
+        wanted = tensor.full_tensor() if make is sharded else tensor.dequantize()
+        packed = offloader.pack(tensor, "rest", "the test", Outside(nn.Identity(), ()))
+        filler = offloader.pack(torch.ones(4, requires_grad=True) * 3, "rest", "the test")
+        assert counters.bytes_offloaded["rest"] >= 64 * 64
+        kind, facts = type(tensor), (tensor.size(), tensor.stride(), tensor.dtype)
+        del tensor
+        back = packed.unpack()
+        assert type(back) is kind and facts == (back.size(), back.stride(), back.dtype)
+        assert torch.equal(back.full_tensor() if make is sharded else back.dequantize(), wanted)
+        del packed, filler
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # --- reading it again -----------------------------------------------------------------------------------------------

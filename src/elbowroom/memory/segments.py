@@ -419,7 +419,8 @@ def _holds_tensors(leaf: Any) -> bool:
 def _digest(tensor: torch.Tensor) -> bytes:
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that consists of other tensors
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return b"".join(_digest(getattr(tensor, name)) for name in names)
+        inner = (getattr(tensor, name) for name in names)
+        return b"".join(_digest(part) for part in inner if isinstance(part, torch.Tensor))
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(dense.numpy().tobytes()).digest()
 

@@ -133,14 +133,17 @@ class OffloadedSubclass(Packed):
     Source: the flatten protocol of `torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
     """
 
-    __slots__ = ("_class", "_context", "_parts", "_size", "_stride")
+    __slots__ = ("_class", "_context", "_opaque", "_parts", "_size", "_stride")
 
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]):
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self._class: Any = type(tensor)
-        self._parts = {name: pack(getattr(tensor, name)) for name in names}
+        values = {name: getattr(tensor, name) for name in names}
+        # Some are no tensors: the mesh of devices on which a DTensor lies.
+        self._parts = {name: pack(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        self._opaque = {name: value for name, value in values.items() if name not in self._parts}
         self._size, self._stride = tensor.size(), tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        parts = {name: packed.unpack() for name, packed in self._parts.items()}
-        return self._class.__tensor_unflatten__(parts, self._context, self._size, self._stride).detach()
+        inner = {name: packed.unpack() for name, packed in self._parts.items()} | self._opaque
+        return self._class.__tensor_unflatten__(inner, self._context, self._size, self._stride).detach()
