@@ -24,7 +24,7 @@ from rich.table import Table
 
 import elbowroom
 from elbowroom.memory.devices import Cpu
-from elbowroom.memory.offload.host_memory import return_freed_memory
+from elbowroom.memory.host_memory import return_freed_memory
 from models import build_flux, flux_inputs, step
 
 MODES: dict[str, dict[str, Any]] = {

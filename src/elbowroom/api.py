@@ -8,7 +8,11 @@ from torch import nn
 
 from elbowroom.families import block_patterns, scope_patterns
 from elbowroom.memory import Block, Controls, Plan, ScopeModules, find_blocks, schedule_blocks, unwrap
+from elbowroom.memory.devices import free_device_bytes
+from elbowroom.memory.schedule import weight_settings
 from elbowroom.memory.scopes import ScopePatterns, find_scopes, modules_in_blocks
+from elbowroom.memory.weight_controls import Component
+from elbowroom.memory.weights.selection import select
 
 
 def schedule(
@@ -17,6 +21,7 @@ def schedule(
     *,
     blocks: Sequence[str] | None = None,
     scopes: ScopePatterns | None = None,
+    free_bytes: int | None = None,
 ) -> Plan:
     """Return the plan that `controls` describe for `model`. Pure: the model is only looked at.
 
@@ -27,6 +32,7 @@ def schedule(
             Not needed for Diffusers models.
         scopes: patterns that name the modules which are "attention" and "feed_forward", such as
             `{"feed_forward": ["decoder.layers.*.mlp"]}`. Not needed where a family, or their names and kinds, tell.
+        free_bytes: memory of the device, for `weight_streaming="auto"`. None: what is free on this machine.
 
     Raises:
         ControlsError: (a `ValueError`) an option would have no effect on this model.
@@ -36,9 +42,26 @@ def schedule(
     patterns = blocks if blocks is not None else block_patterns(base)
     found = find_blocks(base, patterns)
     named = None if scopes is None else modules_in_blocks(base, found, scopes)
-    return schedule_blocks(
-        [(block.name, _scopes_of(block, None if named is None else named[block.name])) for block in found], controls
+    streamed = select(
+        base, [block.name for block in found], controls, free_bytes=lambda: free_bytes or free_device_bytes()
     )
+    scoped = [(block.name, _scopes_of(block, None if named is None else named[block.name])) for block in found]
+    return schedule_blocks(scoped, controls, streamed)
+
+
+def schedule_component(model: nn.Module, controls: Controls, component: Component) -> Plan:
+    """Return the plan for a model that is used beside the one that is trained: only its weights are streamed.
+
+    Args:
+        model: a text encoder, an autoencoder, or a ControlNet.
+        controls: the knobs; `ramtorch_text_encoder`, `ramtorch_vae` and `ramtorch_controlnet` choose.
+        component: which of them it is.
+
+    Raises:
+        ControlsError: (a `ValueError`) the option would have no effect on this model.
+    """
+    streamed = select(unwrap(model), (), controls, component)
+    return Plan((), streamed=streamed.names, weights=weight_settings(controls), notes=streamed.notes)
 
 
 def _scopes_of(block: Block, named: ScopePatterns | None) -> ScopeModules:

@@ -11,8 +11,8 @@ from torch import nn
 
 import elbowroom
 from elbowroom.memory import BlockPlan, OffloadSettings, Plan, Treatments
-from elbowroom.memory.offload.autotune import Measured, PrefetchDecision, probe_prefetch
 from elbowroom.memory.forecast import REMEMBERED, Forecast, Orders
+from elbowroom.memory.offload.autotune import Measured, PrefetchDecision, probe_prefetch
 from elbowroom.testing import simulated_accelerator
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import elbowroom
 from elbowroom import Controls, ControlsError, Plan
 from elbowroom.memory import ScopeModules, schedule_blocks, store_kind
-from elbowroom.memory.controls import Backend
+from elbowroom.memory.activation_controls import Backend
 from elbowroom.memory.plan import OffloadSettings
 from tests.support.models import assert_identical, flux, flux_inputs, sd3, step
 

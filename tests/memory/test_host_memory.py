@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from elbowroom.memory.offload.host_memory import SHARE, default_limit, free_host_bytes
+from elbowroom.memory.host_memory import SHARE, default_limit, free_host_bytes
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elbowroom.memory.controls import Controls, ControlsError
-from elbowroom.memory.plan import BlockPlan, OffloadSettings, Plan, Scope, ScopeModules, StoreKind, Treatments
+from elbowroom.memory.plan import (
+    BlockPlan,
+    OffloadSettings,
+    Plan,
+    Scope,
+    ScopeModules,
+    StoreKind,
+    Treatments,
+    WeightSettings,
+)
+from elbowroom.memory.weights.selection import NOTHING, Selection
 
 ScopedBlock = tuple[str, ScopeModules]
 """A block's dotted name, and the modules that form its scopes."""
 
 
-def schedule_blocks(blocks: Sequence[ScopedBlock], controls: Controls) -> Plan:
+def schedule_blocks(blocks: Sequence[ScopedBlock], controls: Controls, streamed: Selection = NOTHING) -> Plan:
     """Return the plan that `controls` describe for a block sequence.
 
     With interval N and stride M, blocks 0 … N-1 form the first segment, blocks M … M+N-1 the second, and so on over the
@@ -21,6 +31,7 @@ def schedule_blocks(blocks: Sequence[ScopedBlock], controls: Controls) -> Plan:
     Args:
         blocks: name and scopes of each block, in execution order. A scope that a block lacks is treated like its rest.
         controls: the knobs.
+        streamed: the modules whose weights are streamed.
 
     Raises:
         ControlsError: an option needs a scope that no block has, so it would have no effect.
@@ -37,7 +48,13 @@ def schedule_blocks(blocks: Sequence[ScopedBlock], controls: Controls) -> Plan:
         )
         for position, (name, modules) in enumerate(blocks)
     )
-    return Plan(planned, _settings(controls), notes=_notes(len(blocks), controls))
+    return Plan(
+        planned,
+        _settings(controls),
+        streamed.names,
+        weight_settings(controls),
+        notes=(*_notes(len(blocks), controls), *streamed.notes),
+    )
 
 
 def _plan_block(name: str, modules: ScopeModules, controls: Controls, segment: int | None) -> BlockPlan:
@@ -105,6 +122,12 @@ def _settings(controls: Controls) -> OffloadSettings:
         window=controls.activation_window,
         prefetch=None if prefetch == "auto" else prefetch,
     )
+
+
+def weight_settings(controls: Controls) -> WeightSettings:
+    """Return how streamed weights live and visit."""
+    path = controls.weight_store_path
+    return WeightSettings(controls.weight_store, None if path is None else str(path), controls.weight_window)
 
 
 def _notes(count: int, controls: Controls) -> tuple[str, ...]:

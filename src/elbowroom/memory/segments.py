@@ -296,7 +296,7 @@ class SegmentRun:
         position = 0
         call: _Call | None = None
 
-        def pack(tensor: torch.Tensor) -> None:
+        def fill(tensor: torch.Tensor) -> Any:
             nonlocal position
             slot = wanted.get(position)
             position += 1
@@ -320,13 +320,13 @@ class SegmentRun:
                         self.counters.scopes_recomputed += 1
                     else:
                         self.counters.blocks_recomputed += 1
-                    scopes = ReplayedScopes(call.scopes, pack, self.counters, self.accelerator)
+                    scopes = ReplayedScopes(call.scopes, fill, self.counters, self.accelerator)
                     with (
                         settings_as(modules, call.settings),
                         ambient.autocast_as(call.autocast),
                         ambient.random_state_as(call.random_state, self.accelerator),
                         self.active.entered(scopes),
-                        saved_tensors_hooks(self.weights_first(pack), _never_unpacked),
+                        saved_tensors_hooks(self.weights_first(fill), _never_unpacked),
                     ):
                         outputs.append(tree_leaves(call.callee.original(*args, **kwargs)))
         except _ReplayDone:

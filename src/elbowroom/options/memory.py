@@ -14,17 +14,18 @@ from annotated_types import Ge, Le
 from pydantic import Field, create_model
 
 from elbowroom.memory.controls import Controls
-from elbowroom.options.annotations import Separated, SizeInBytes
+from elbowroom.options.annotations import Matching, Separated, SizeInBytes
 from elbowroom.options.group import Group
 
-DESCRIPTION = "How the model is trained in less memory: what is recomputed instead of saved."
+DESCRIPTION = "How the model is trained in less memory: what is recomputed, offloaded and streamed."
 
 
 def group_from(controls: type, name: str, description: str) -> type[Group]:
     """A group of options with a field for every field of a dataclass such as `Controls`.
 
     A field's metadata holds its help text under "help", its limits under "minimum" and "maximum", "unit": "bytes" for a
-    size that may be written as `16GiB`, and "separator" for what stands between the items of a list.
+    size that may be written as `16GiB`, "separator" for what stands between the items of a list, and for text "pattern"
+    and "accepted", which says the pattern in words.
     """
     hints = typing.get_type_hints(controls)
     options: dict[str, Any] = {}
@@ -43,6 +44,8 @@ def _with_markers(annotation: Any, metadata: types.MappingProxyType[Any, Any]) -
         return Union[tuple(_with_markers(member, metadata) for member in get_args(annotation))]  # noqa: UP007
     if get_origin(annotation) is tuple and "separator" in metadata:
         return Annotated[annotation, Separated(metadata["separator"])]
+    if annotation is str and "pattern" in metadata:
+        return Annotated[annotation, Matching(metadata["pattern"], metadata["accepted"])]
     if annotation not in (int, float):
         return annotation
     markers: list[Any] = []

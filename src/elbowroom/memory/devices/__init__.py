@@ -7,8 +7,9 @@ import torch
 from elbowroom.memory.devices.accelerator import Accelerator
 from elbowroom.memory.devices.base import Device, Event, Geometry
 from elbowroom.memory.devices.cpu import Cpu
+from elbowroom.memory.host_memory import free_host_bytes
 
-__all__ = ["Accelerator", "Cpu", "Device", "Event", "Geometry", "device_for"]
+__all__ = ["Accelerator", "Cpu", "Device", "Event", "Geometry", "device_for", "free_device_bytes"]
 
 
 def device_for(device: torch.device) -> Device:
@@ -21,3 +22,12 @@ def device_for(device: torch.device) -> Device:
         return Cpu()
     own = getattr(torch.get_device_module(device), "elbowroom_device", None)
     return own(device) if own is not None else Accelerator(device)
+
+
+def free_device_bytes() -> int:
+    """Return the bytes that are free on this machine's accelerator, or in host memory if there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return free_host_bytes()
+    free, _ = torch.get_device_module(accelerator).mem_get_info()
+    return free

@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 from elbowroom.memory.devices.base import Device
+from elbowroom.memory.host_memory import default_limit, return_freed_memory
 from elbowroom.memory.offload.disk_store import DiskStore
-from elbowroom.memory.offload.host_memory import default_limit, return_freed_memory
 from elbowroom.memory.offload.host_store import HostStore
 from elbowroom.memory.offload.store import Store
 from elbowroom.memory.plan import OffloadSettings, StoreKind

@@ -1,4 +1,4 @@
-"""Copies of streamed weights on the device: fetched before their use, within a window, and given up in the right order."""
+"""Copies of streamed weights on the device: fetched before use, within a window, and given up in the right order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elbowroom.memory.weights.homes import Homes
 from elbowroom.memory.weights.units import Unit
 
 BATCH = 32 << 20
-"""Small layers are fetched together, up to so many bytes and a quarter of the window: each copy has a price of its own."""
+"""Small layers are fetched together, up to so many bytes and a quarter of the window: each copy has its price."""
 
 
 class Arrival:
@@ -52,11 +52,11 @@ class Arrivals:
 
     The order of use is learned in one pass and known in the next, so it is known which unit is used next, and which
     last: fetched is what comes next, given up what comes last (Belady 1966, "A study of replacement algorithms for a
-    virtual-storage computer"). So a layer that the forward pass leaves behind and the backward pass needs next stays. In
-    a pass of which nothing is known, units are fetched on demand, and the least recently used is given up.
+    virtual-storage computer"). So a layer that the forward pass leaves behind and the backward pass needs next stays.
+    In a pass of which nothing is known, units are fetched on demand, and the least recently used is given up.
 
-    A pass is a forward pass, with the backward passes that follow before the next one begins. No copy outlives its pass:
-    between two passes anything may write into the weights (an optimizer, merging an adapter), unseen.
+    A pass is a forward pass, with the backward passes that follow before the next one begins. No copy outlives its
+    pass: between two passes anything may write into the weights (an optimizer, merging an adapter), unseen.
 
     Args:
         device: where they are.

@@ -4,10 +4,10 @@ Two functions stand between the parameter and the copy that the model computes w
 
     parameter (host) → Departs (host) → Arrives (device) → the model
 
-In the backward pass, the device's thread begins to copy the gradient home in `Arrives.backward` and goes on; the thread of
-the host waits for the copy in `Departs.backward`. From there on everything is as for any parameter in host memory:
-autograd adds what several uses contribute, accumulates into `.grad`, and calls the hooks of users, DDP, and of
-optimizers that step in the backward pass.
+In the backward pass, the device's thread begins to copy the gradient home in `Arrives.backward` and goes on; the
+thread of the host waits for the copy in `Departs.backward`. From there on everything is as for any parameter in host
+memory: autograd adds what several uses contribute, accumulates into `.grad`, and calls the hooks of users, of DDP, and
+of optimizers that step in the backward pass.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Departs(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         copy, ctx.trip.copy = ctx.trip.copy, None
         return (gradient if copy is None else copy.received()), None
 
@@ -137,16 +137,14 @@ class Arrives(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         if ctx.on_host:
             return gradient, None, None, None, None
         ctx.trip.copy = ctx.home.begin(gradient)
         return ctx.trip.copy.tensor, None, None, None, None
 
 
-def arrived(
-    parameter: torch.Tensor, on_device: torch.Tensor, home: GradientsHome, weight: object
-) -> torch.Tensor:
+def arrived(parameter: torch.Tensor, on_device: torch.Tensor, home: GradientsHome, weight: object) -> torch.Tensor:
     """Return the copy of a parameter on the device as a result of the parameter.
 
     Args:

@@ -17,7 +17,7 @@ SLAB = 256 << 20
 
 
 class Homes(ABC):
-    """The home of some units' weights. The parameters themselves lie there, so whatever reads or writes them is right."""
+    """The home of some units' weights. The parameters lie there, so whatever reads or writes them is right."""
 
     @abstractmethod
     def take_in(self, units: Sequence[Unit]) -> None:
@@ -134,4 +134,3 @@ def check_at_home(unit: Unit) -> None:
             f"weights of {unit.name!r} were moved after `apply`, and are streamed from where they were; call "
             "`handle.remove()` first (to move the model to a device, pass it to `apply` as `device`)"
         )
-

@@ -23,7 +23,6 @@ import numpy
 import torch
 from torch import nn
 
-
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -122,7 +121,7 @@ def written_to(tensors: Iterable[torch.Tensor]) -> list[bool]:
         return [False] * len(tensors)
     page = mmap.PAGESIZE
     found = []
-    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
         for tensor in tensors:
             first = tensor.data_ptr() // page
             count = (tensor.data_ptr() + tensor.nbytes - 1) // page + 1 - first
@@ -163,5 +162,3 @@ def _owner(model: nn.Module, name: str, path: Path) -> tuple[nn.Module, str]:
         return model.get_submodule(prefix), attribute
     except AttributeError:
         raise ValueError(f"{path} has {name}, which {type(model).__name__} does not have") from None
-
-

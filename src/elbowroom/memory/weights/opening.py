@@ -11,11 +11,12 @@ from torch import nn
 from elbowroom.memory.counters import Counters
 from elbowroom.memory.devices import device_for
 from elbowroom.memory.devices.base import Device
+from elbowroom.memory.host_memory import return_freed_memory
 from elbowroom.memory.module_state import modules_of
-from elbowroom.memory.offload.host_memory import return_freed_memory
 from elbowroom.memory.plan import Plan, StoreKind, WeightSettings
 from elbowroom.memory.weights.disk_homes import DiskHomes
 from elbowroom.memory.weights.homes import Homes, HostHomes
+from elbowroom.memory.weights.selection import has_frozen
 from elbowroom.memory.weights.streamer import Streamer
 from elbowroom.memory.weights.units import Unit, find_units
 
@@ -35,8 +36,8 @@ def weight_store_kind(settings: WeightSettings, *, on_cpu: bool) -> StoreKind:
     kind: StoreKind = settings.store or ("disk" if on_cpu else "pinned")
     if on_cpu and kind != "disk":
         raise ValueError(
-            f"weight_store: {kind!r} is host memory, and the model is on the CPU, so its weights are there already; use "
-            "'disk'"
+            f"weight_store: {kind!r} is host memory, and the model is on the CPU, so its weights are there already; "
+            "use 'disk'"
         )
     if settings.path is not None and kind != "disk":
         raise ValueError(f"weight_store_path: has no effect, for the store is {kind!r}; set weight_store to 'disk'")
@@ -58,7 +59,7 @@ def open_streamer(base: nn.Module, plan: Plan, device: torch.device | None, coun
     """
     target = device_for(device or _present_device(base))
     kind = weight_store_kind(plan.weights, on_cpu=target.in_host_memory)
-    units, tied = find_units(base, plan.streamed, trainable=not _has_frozen(base))
+    units, tied = find_units(base, plan.streamed, trainable=not has_frozen(base))
     counters.weights_tied += sum(tied.values())
     counters.weights_streamed += sum(unit.nbytes for unit in units)
     window = plan.weights.window or default_window(units)
@@ -101,8 +102,3 @@ def _present_device(base: nn.Module) -> torch.device:
         if parameter is not None and parameter.device.type not in ("cpu", "meta")
     }
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _has_frozen(base: nn.Module) -> bool:
-    """Whether something is frozen: then what is trained is an adapter, which stays on the device."""
-    return any(not parameter.requires_grad for parameter in base.parameters())

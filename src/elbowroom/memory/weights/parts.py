@@ -1,7 +1,7 @@
 """A parameter as the dense tensors that it consists of: itself, or those inside a quantized one.
 
-Source: the flatten protocol of `torch.utils._python_dispatch.is_traceable_wrapper_subclass`, by which torch takes tensor
-subclasses apart and puts them together again.
+Source: the flatten protocol of `torch.utils._python_dispatch.is_traceable_wrapper_subclass`, by which torch takes
+tensor subclasses apart and puts them together again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors of a tensor, in a fixed order."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor.detach()]
+    return [part for _, inner in inner_tensors(tensor) for part in dense_parts(inner)]
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of which a tensor subclass consists, each with the name of its attribute."""
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [part for name in names for part in dense_parts(getattr(tensor, name))]
+    values = [(name, getattr(tensor, name)) for name in names]
+    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
 
 def with_parts(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -25,7 +31,8 @@ def with_parts(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Ten
     if not hasattr(tensor, "__tensor_flatten__"):
         return next(parts)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: with_parts(getattr(tensor, name), parts) for name in names}
+    inner = {name: getattr(tensor, name) for name in names}
+    inner |= {name: with_parts(value, parts) for name, value in inner_tensors(tensor)}
     kind: Any = type(tensor)
     return kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
@@ -35,9 +42,7 @@ def set_parts(parameter: torch.Tensor, parts: Iterator[torch.Tensor]) -> None:
     if not hasattr(parameter, "__tensor_flatten__"):
         parameter.data = next(parts)
         return
-    names, _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
-    for name in names:
-        inner = getattr(parameter, name)
+    for name, inner in inner_tensors(parameter):
         if hasattr(inner, "__tensor_flatten__"):
             set_parts(inner, parts)
         else:

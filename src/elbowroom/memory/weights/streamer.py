@@ -16,7 +16,7 @@ from elbowroom.memory.scope_calls import Pack, Packed
 from elbowroom.memory.weights.arrivals import Arrival, Arrivals
 from elbowroom.memory.weights.gradients import GradientsHome, arrived
 from elbowroom.memory.weights.homes import Homes
-from elbowroom.memory.weights.parts import with_parts
+from elbowroom.memory.weights.parts import inner_tensors, with_parts
 from elbowroom.memory.weights.units import Unit
 
 
@@ -63,8 +63,7 @@ class Streamer:
     def handle_of(self, tensor: torch.Tensor) -> Packed | None:
         """Return a handle if a tensor is (part of) a copy of a weight, or such a copy in the dtype of autocast."""
         if hasattr(tensor, "__tensor_flatten__"):
-            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            if any(self.handle_of(getattr(tensor, name)) is not None for name in names):
+            if any(self.handle_of(inner) is not None for _, inner in inner_tensors(tensor)):
                 return OffloadedSubclass(tensor, lambda part: self.handle_of(part) or Kept(part, "a quantized weight"))
             return None
         if not self._device.holds(tensor):
@@ -145,9 +144,7 @@ class Streamer:
         with torch.inference_mode(False), torch.no_grad():
             for part in unit.parts:
                 views.setdefault(part.parameter, []).append(self._device.view(arrival.flat, part.at(start)))
-            copies = [
-                with_parts(parameter, iter(views[number])) for number, parameter in enumerate(unit.parameters)
-            ]
+            copies = [with_parts(parameter, iter(views[number])) for number, parameter in enumerate(unit.parameters)]
         for number, parameter in enumerate(unit.parameters):
             if parameter.requires_grad and torch.is_grad_enabled():
                 weight = self.handle_of(copies[number])

@@ -93,8 +93,8 @@ class Unit:
 def find_units(base: nn.Module, names: Sequence[str], trainable: bool) -> tuple[list[Unit], dict[str, int]]:
     """Return the units of the named modules, and the parameters that can't be streamed, with their bytes.
 
-    A parameter that a module outside of the unit has too (tied weights), or that shares its memory with another one, stays
-    on the device: it has one owner.
+    A parameter that a module outside of the unit has too (tied weights), or that shares its memory with another one,
+    stays on the device: it has one owner.
 
     Args:
         base: the unwrapped model.
