@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -87,6 +88,13 @@ class Handle:
         if self._streamer is not None:
             self._streamer.close()
             self._streamer = None
+
+    def at_home(self) -> AbstractContextManager[None]:
+        """Return a context in which the whole model is in host memory, if weights are streamed.
+
+        For what needs streamed weights and adapters on one device: `with handle.at_home(): model.merge_adapter()`.
+        """
+        return nullcontext() if self._streamer is None else self._streamer.at_home()
 
     def __enter__(self) -> Handle:
         return self

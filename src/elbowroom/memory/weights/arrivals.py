@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -64,14 +64,24 @@ class Arrivals:
         units: all units.
         window: most bytes of all copies, if a single unit does not need more.
         counters: totals of the handle.
+        begun: called when a pass begins.
     """
 
-    def __init__(self, device: Device, homes: Homes, units: Sequence[Unit], window: int, counters: Counters):
+    def __init__(
+        self,
+        device: Device,
+        homes: Homes,
+        units: Sequence[Unit],
+        window: int,
+        counters: Counters,
+        begun: Callable[[], None],
+    ):
         self._device = device
         self._homes = homes
         self._units = units
         self._window = window
         self._counters = counters
+        self._begun = begun
         self._lock = threading.RLock()  # several threads may run backward
         self._by_unit: dict[int, Arrival] = {}
         self._by_storage: dict[int, Arrival] = {}
@@ -154,7 +164,7 @@ class Arrivals:
         if self._kind is not None:
             self._orders.learn(self._kind, self._order)
         self.clear()
-        self._homes.refresh()
+        self._begun()
         self._kind, self._order, self._entered = kind, [], set()
         order = self._orders.known(kind)
         self._forecast = Forecast(order) if order is not None else None

@@ -16,7 +16,7 @@ from elbowroom.memory.devices.base import Device, Event
 from elbowroom.memory.devices.cpu import FutureEvent
 from elbowroom.memory.offload.file_bytes import read_all
 from elbowroom.memory.offload.staging import StagedLoad, Staging
-from elbowroom.memory.weights.homes import Homes, move
+from elbowroom.memory.weights.homes import Homes, check_at_home, move, move_out
 from elbowroom.memory.weights.mapped import FileBytes, OpenFile, forget_mapping, mapped_from, written_to
 from elbowroom.memory.weights.units import Unit
 
@@ -38,7 +38,8 @@ class DiskHomes(Homes):
     def __init__(self, device: Device, folder: Path, *, staging: int):
         self._device = device
         self._folder = folder
-        self._units: list[Unit] = []
+        self._mapped: list[Unit] = []
+        self._moved: list[Unit] = []
         self._pieces: dict[int, list[tuple[int, FileBytes]]] = {}
         self._nbytes = 0
         self._readers = ThreadPoolExecutor(READERS, "elbowroom-weights")
@@ -53,7 +54,7 @@ class DiskHomes(Homes):
         for unit in units:
             places = [mapped_from(parameter) for parameter in unit.parameters]
             if len(places) == len(unit.parts) and None not in places:
-                self._units.append(unit)
+                self._mapped.append(unit)
                 self._pieces[unit.number] = [
                     (part.start, place) for part, place in zip(unit.parts, places, strict=True) if place is not None
                 ]
@@ -61,12 +62,13 @@ class DiskHomes(Homes):
                 self._move(unit)
 
     def refresh(self) -> None:
-        changed = written_to(parameter for unit in self._units for parameter in unit.parameters)
-        flags = iter(changed)
-        for unit in list(self._units):
+        for unit in self._moved:
+            check_at_home(unit)
+        flags = iter(written_to(parameter for unit in self._mapped for parameter in unit.parameters))
+        for unit in list(self._mapped):
             if any([next(flags) for _ in unit.parameters]):
+                self._mapped.remove(unit)
                 self._move(unit)  # merging an adapter, say; the model's own files are never written to
-                self._units.remove(unit)
 
     def joined(self, one: Unit, other: Unit) -> bool:
         return False  # they are read by different threads
@@ -77,6 +79,10 @@ class DiskHomes(Homes):
         if self._staging is None:
             return FutureEvent(self._readers.submit(read, target))
         return StagedLoad(self._device, self._staging, self._readers, read, target)
+
+    def give_back(self) -> None:
+        for unit in self._moved:
+            move_out(unit)
 
     def close(self) -> None:
         self._readers.submit(lambda: None).result()
@@ -92,6 +98,7 @@ class DiskHomes(Homes):
         forget_mapping(unit.parameters)
         move(unit, torch.empty(0, dtype=torch.uint8).set_(storage))  # type: ignore[call-overload]
         self._pieces[unit.number] = [(0, FileBytes(opened, 0, unit.nbytes))]
+        self._moved.append(unit)
         self._nbytes += unit.nbytes
 
 

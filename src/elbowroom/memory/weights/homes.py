@@ -39,6 +39,10 @@ class Homes(ABC):
         """Begin to copy the bytes of joined units to the device."""
 
     @abstractmethod
+    def give_back(self) -> None:
+        """Move the weights to where they were before, in memory of their own. Earlier graphs still find them here."""
+
+    @abstractmethod
     def close(self) -> None:
         """Wait for all copies. The weights stay where they are."""
 
@@ -91,6 +95,10 @@ class HostHomes(Homes):
         slab, start = self._places[units[0].number]
         return self._device.copy_in(slab[start : start + target.nbytes], target)
 
+    def give_back(self) -> None:
+        for unit in self._units:
+            move_out(unit)
+
     def close(self) -> None:
         self._device.synchronize()
 
@@ -125,6 +133,12 @@ def move(unit: Unit, memory: torch.Tensor, start: int = 0) -> None:
             tensors.append(view)
         set_parts(parameter, iter(tensors))
         unit.addresses += [tensor.data_ptr() for tensor in tensors]
+
+
+def move_out(unit: Unit) -> None:
+    """Undo `move`: let the parameters of a unit lie in memory of their own, on the device where they were."""
+    for parameter in unit.parameters:
+        set_parts(parameter, iter([part.to(unit.origin, copy=True) for part in dense_parts(parameter)]))
 
 
 def check_at_home(unit: Unit) -> None:

@@ -16,6 +16,7 @@ from elbowroom.memory.module_state import modules_of
 from elbowroom.memory.plan import Plan, StoreKind, WeightSettings
 from elbowroom.memory.weights.disk_homes import DiskHomes
 from elbowroom.memory.weights.homes import Homes, HostHomes
+from elbowroom.memory.weights.rest import Rest
 from elbowroom.memory.weights.selection import has_frozen
 from elbowroom.memory.weights.streamer import Streamer
 from elbowroom.memory.weights.units import Unit, find_units
@@ -67,25 +68,14 @@ def open_streamer(base: nn.Module, plan: Plan, device: torch.device | None, coun
     if target.in_host_memory:
         return_freed_memory()  # else the process would hardly get smaller
     homes.take_in(units)
-    place_rest(base, units, target.device)
-    return Streamer(target, homes, units, window, counters)
+    rest = Rest(base, units)
+    rest.move(target.device)
+    return Streamer(target, homes, units, window, counters, rest)
 
 
 def default_window(units: list[Unit]) -> int:
     """Return a window in which two units have room, one in use and one on its way."""
     return max(DEFAULT_WINDOW, 2 * max((unit.nbytes for unit in units), default=0))
-
-
-def place_rest(base: nn.Module, units: list[Unit], device: torch.device) -> None:
-    """Move everything that is not streamed to the device."""
-    streamed = [(holder, unit.parameters[holder.number]) for unit in units for holder in unit.holders]
-    for holder, _ in streamed:
-        holder.module._parameters[holder.name] = None  # in its place: the order of names stays
-    try:
-        base.to(device)
-    finally:
-        for holder, parameter in streamed:
-            holder.module._parameters[holder.name] = parameter
 
 
 def _homes(kind: StoreKind, device: Device, settings: WeightSettings, window: int) -> Homes:

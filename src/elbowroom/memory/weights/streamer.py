@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from elbowroom.memory.weights.arrivals import Arrival, Arrivals
 from elbowroom.memory.weights.gradients import GradientsHome, arrived
 from elbowroom.memory.weights.homes import Homes
 from elbowroom.memory.weights.parts import inner_tensors, with_parts
+from elbowroom.memory.weights.rest import Rest
 from elbowroom.memory.weights.units import Unit
 
 
@@ -29,14 +31,18 @@ class Streamer:
         units: what is streamed together.
         window: bytes of weights on the device at one time; as many for gradients on their way home.
         counters: totals of the handle.
+        rest: everything else of the model.
     """
 
-    def __init__(self, device: Device, homes: Homes, units: Sequence[Unit], window: int, counters: Counters):
+    def __init__(
+        self, device: Device, homes: Homes, units: Sequence[Unit], window: int, counters: Counters, rest: Rest
+    ):
         self.units = units
         self.device = device.device
         self._device = device
         self._homes = homes
-        self._arrivals = Arrivals(device, homes, units, window, counters)
+        self._rest = rest
+        self._arrivals = Arrivals(device, homes, units, window, counters, self._begin_pass)
         self._gradients = GradientsHome(device, window, counters)
         self._used: dict[int, Arrival] = {}
         self._depths: dict[int, int] = {}
@@ -88,10 +94,26 @@ class Streamer:
             return self._device.view(arrival.flat, geometry.moved_to(start))
 
     def close(self) -> None:
-        """Give up all copies. The weights stay at home; graphs that were built before still find them there."""
+        """Give up all copies, and put everything back where it was. Graphs that were built before still work."""
         self._arrivals.clear()
         self._gradients.close()
         self._homes.close()
+        self._homes.give_back()
+        self._rest.give_back()
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Have all of the model in host memory, for what needs weights and adapters together: merging, say."""
+        self._arrivals.clear()
+        self._rest.move(torch.device("cpu"))
+        try:
+            yield
+        finally:
+            self._rest.move(self.device)
+
+    def _begin_pass(self) -> None:
+        self._homes.refresh()
+        self._rest.move(self.device)  # an adapter that was added since lies where its weights are
 
     def _cast_handle(self, tensor: torch.Tensor) -> Packed | None:
         root = tensor if tensor._base is None else tensor._base

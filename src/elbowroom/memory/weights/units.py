@@ -58,6 +58,7 @@ class Unit:
         holders: where the modules inside have them.
         parts: the dense tensors of all of them, in the order in which they lie in the unit's memory.
         nbytes: size of that memory.
+        origin: the device where they were.
         addresses: where the parts lie in the memory of the host, once they do.
     """
 
@@ -82,6 +83,7 @@ class Unit:
                 part = Part(index, Geometry.of(_dense(tensor)).moved_to(0), self.nbytes, tensor.nbytes)
                 self.parts.append(part)
                 self.nbytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.origin = self.parameters[0].device
         self.addresses: list[int] = []
         self._starts = [part.start for part in self.parts]
 
