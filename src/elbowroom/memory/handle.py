@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,14 +34,22 @@ class Handle:
         self._check_determinism = check_determinism
         self.active = _Threads()
         self._offloaders: dict[torch.device, Offloader | None] = {}
+        self._lock = threading.Lock()  # several threads may call the model
         self._prefetch: bool | None = plan.offload.prefetch
         self._installed = [
             BlockForward(self, module, block, position)
             for position, (module, block) in enumerate(zip(modules, plan.blocks, strict=True))
             if block.treatments != _KEPT
         ]
-        for forward in self._installed:
-            forward.install()
+        installed = []
+        try:
+            for forward in self._installed:
+                forward.install()
+                installed.append(forward)
+        except BaseException:
+            self._installed = installed
+            self.remove()
+            raise
 
     @property
     def offloaders(self) -> tuple[Offloader, ...]:
@@ -62,11 +71,24 @@ class Handle:
         """Return the plan and the totals so far, as a copy that does not change any more."""
         return Report(self.plan, copy.deepcopy(self._counters))
 
+    def settle(self) -> None:
+        """Let go of what finished copies still hold on the device; for the time between two steps.
+
+        The next forward pass does so by itself; until then it is at most `activation_window`.
+        """
+        for offloader in self.offloaders:
+            offloader.settle()
+
     def remove(self) -> None:
         """Take the plan off; the model is as it was before `apply`. Calling it again does nothing.
 
         A backward pass through a graph that was built before still works.
+
+        Raises:
+            RuntimeError: something has replaced a forward since; nothing is changed then.
         """
+        for forward in self._installed:
+            forward.check_installed()
         while self._installed:
             self._installed[-1].uninstall()
             self._installed.pop()
@@ -85,7 +107,9 @@ class Handle:
     def pack(self, scope: str, where: str, module: nn.Module, tensor: torch.Tensor) -> Packed:
         """Take a saved tensor to the store of its device."""
         if tensor.device not in self._offloaders:
-            self._offloaders[tensor.device] = self._offloader(tensor.device, module)
+            with self._lock:
+                if tensor.device not in self._offloaders:
+                    self._offloaders[tensor.device] = self._offloader(tensor.device, module)
         offloader = self._offloaders[tensor.device]
         if offloader is None:
             return Kept(tensor, where)

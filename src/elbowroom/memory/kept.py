@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from elbowroom.memory.module_state import version_of
+
 
 class Kept:
     """Packs a tensor as itself. Autograd doesn't check for writes in place where hooks are active, so this does.
@@ -17,15 +19,19 @@ class Kept:
     def __init__(self, tensor: torch.Tensor, where: str):
         # Detached: the saved tensor may be the output of the very node that saves it, and would keep itself alive.
         self._tensor = tensor.detach()
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self.where = where
 
+    @property
+    def intact(self) -> bool:
+        return version_of(self._tensor) == self._version
+
     def unpack(self) -> torch.Tensor:
-        check_version(self._tensor._version, self._version, self.where)
+        check_version(version_of(self._tensor), self._version, self.where)
         return self._tensor
 
 
-def check_version(present: int, saved: int, where: str) -> None:
+def check_version(present: int | None, saved: int | None, where: str) -> None:
     """Raise `RuntimeError` if a saved tensor was written to since it was saved."""
     if present != saved:
         raise RuntimeError(

@@ -40,11 +40,13 @@ class Forecast:
         self._places = {number: place for place, number in enumerate(order)}
         self._next = 0
 
-    def asked_for(self, number: int) -> None:
-        """Note what was asked for. What the order has before it is not awaited any more."""
+    def asked_for(self, number: int) -> bool:
+        """Note what was asked for; True if the order has others before it, which are not awaited any more."""
         place = self._places.get(number)
-        if place is not None and place >= self._next:
-            self._next = place + 1
+        if place is None or place < self._next:
+            return False
+        passed_over, self._next = place > self._next, place + 1
+        return passed_over
 
     def upcoming(self) -> Iterator[int]:
         """Yield the numbers of the records that come next."""
