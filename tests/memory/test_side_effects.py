@@ -425,3 +425,34 @@ def test_blocks_that_share_a_module():
     assert_exact(model, plan_of(2, Treatments("keep", "recompute", "recompute")))
     with pytest.raises(RuntimeError, match="'ff' of block 'blocks.1' is also part of block 'blocks.0'"):
         elbowroom.apply(model, plan_of(2, Treatments("recompute", "keep", "recompute")))
+
+
+def test_a_store_that_makes_no_sense_is_refused_by_apply(tmp_path):
+    offloaded = Treatments.all("offload")
+    model = seeded(Block)
+    with pytest.raises(ValueError, match="activation_store: 'pinned' is host memory"):
+        elbowroom.apply(model, plan_of(2, offloaded, store="pinned"))
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    with pytest.raises(OSError):
+        elbowroom.apply(model, plan_of(2, offloaded, path=str(occupied)))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class LibraryAttention(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x, *_):
+        return x + self.ff(self.attn(x[None], x[None], x[None], need_weights=False)[0][0])
+
+
+def test_a_kernel_that_is_out_of_sight_is_refused():
+    model = seeded(LibraryAttention)
+    plan = plan_of(2, Treatments.all("recompute"))
+    plan = dataclasses.replace(
+        plan, blocks=tuple(dataclasses.replace(block, keep_kernel=True) for block in plan.blocks)
+    )
+    with elbowroom.apply(model, plan), pytest.raises(RuntimeError, match="keep_attention=kernel has no effect"):
+        run(model)

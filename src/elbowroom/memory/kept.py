@@ -24,7 +24,7 @@ class Kept:
 
     @property
     def intact(self) -> bool:
-        return version_of(self._tensor) == self._version
+        return self._version is None or version_of(self._tensor) == self._version
 
     def unpack(self) -> torch.Tensor:
         check_version(version_of(self._tensor), self._version, self.where)
@@ -32,8 +32,8 @@ class Kept:
 
 
 def check_version(present: int | None, saved: int | None, where: str) -> None:
-    """Raise `RuntimeError` if a saved tensor was written to since it was saved."""
-    if present != saved:
+    """Raise `RuntimeError` if a saved tensor was written to since it was saved. None: it counts no writes."""
+    if saved is not None and present != saved:
         raise RuntimeError(
             f"a tensor that {where} saved for the backward pass was modified in place after it was saved: it is at "
             f"version {present}, but {saved} is needed"

@@ -73,6 +73,8 @@ class Offloader:
             outside: what the block has not made itself. None: everything that needs no gradient counts as that. (What
                 custom functions and compiled code save needs none either, although the block has made it.)
         """
+        if tensor.is_inference():  # it counts no writes, so it may change unnoticed; and somebody else holds it
+            return Kept(tensor, where)
         root = tensor if tensor._base is None else tensor._base
         if isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad):
             return Kept(tensor, where)
