@@ -11,8 +11,11 @@ from torch import nn
 
 import elbowroom
 from elbowroom.memory import BlockPlan, OffloadSettings, Plan, Treatments
+from elbowroom.memory.counters import Counters
 from elbowroom.memory.forecast import REMEMBERED, Forecast, Orders
 from elbowroom.memory.offload.autotune import Measured, PrefetchDecision, probe_prefetch
+from elbowroom.memory.offload.host_store import HostStore
+from elbowroom.memory.offload.offloader import Offloader
 from elbowroom.testing import simulated_accelerator
 
 
@@ -89,6 +92,19 @@ def test_training_does_not_notice(at_work):
     assert handle.prefetch
 
 
+def test_buffers_are_put_back(at_work):
+    model, handle, x = at_work
+    statistics = nn.BatchNorm1d(4)
+
+    def step() -> None:
+        statistics(torch.randn(8, 4))
+        model(x).sum().backward()
+
+    before = [buffer.clone() for buffer in statistics.buffers()]
+    probe_prefetch(step, handle.offloaders, model.parameters(), buffers=statistics.buffers())
+    assert all(map(torch.equal, before, statistics.buffers()))
+
+
 def test_an_error_in_the_prefetched_step_means_on_demand(at_work):
     model, handle, x = at_work
 
@@ -122,6 +138,37 @@ def test_orders_are_remembered_for_each_kind_of_pass():
     for size in range(REMEMBERED):
         orders.learn([size, 9], [0])
     assert orders.known([1, 2, 3]) is None, "the oldest is forgotten"
+
+
+def test_an_order_that_changes_leaves_nothing_in_the_window():
+    """What was reloaded for the order before is given up, and the window is free for what comes."""
+    with simulated_accelerator(seed=1) as accelerator:
+        store = HostStore(accelerator, pinned=True, limit=1 << 20)
+        counters = Counters()
+        offloader = Offloader(accelerator, store, OffloadSettings(smallest=0, window=2 * 64, prefetch=True), counters)
+
+        def packed() -> list:
+            return [
+                offloader.pack(
+                    torch.ones(16, device=accelerator.device, requires_grad=True) * place, "rest", "the test"
+                )
+                for place in range(8)
+            ]
+
+        for order in (range(7, -1, -1), (7, 2, 1, 0)):
+            records = packed()
+            for place in order:
+                assert records[place].unpack().cpu().tolist() == [float(place)] * 16
+        assert offloader._bytes_ahead <= 2 * 64
+        before = counters.prefetch_hits
+        records = packed()
+        for place in (7, 2, 1, 0):
+            records[place].unpack()
+        assert counters.prefetch_hits > before
+        del records
+        gc.collect()
+        store.close()
+        assert accelerator.violations == []
 
 
 def test_a_forecast_goes_on_from_what_was_asked_for():

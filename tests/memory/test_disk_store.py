@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import elbowroom
+from elbowroom.memory import BlockPlan, OffloadSettings, Plan, Treatments
 from elbowroom.memory.devices import Cpu
 from elbowroom.memory.offload import disk_store
 from elbowroom.memory.offload.disk_store import DiskStore
@@ -38,7 +41,7 @@ def test_a_full_disk_is_noticed_before_it_hurts_with_one_warning(tmp_path, monke
     first = store.save(bytes_of(4000, 1))
     assert first is not None
     monkeypatch.setattr(disk_store.os, "posix_fallocate", full)
-    with pytest.warns(UserWarning, match="has no room for 4096 more bytes .*No space left") as warned:
+    with pytest.warns(UserWarning, match="can't take 4096 more bytes .*No space left") as warned:
         assert store.save(bytes_of(4000, 2)) is None and store.save(bytes_of(4000, 2)) is None
     assert len(warned) == 1
     target = torch.empty(4000, dtype=torch.uint8)
@@ -66,7 +69,7 @@ with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=Tru
         assert torch.equal(expected, x.grad)
         assert handle.report().counters.bytes_refused > 0
 texts = [str(entry.message) for entry in caught]
-assert len([text for text in texts if "no room" in text]) == 2, texts  # the store's, and what follows from it
+assert "can't take" in texts[0] and "no room" in texts[1] and len(texts) == 2, texts  # the store's, and what follows
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
@@ -132,6 +135,23 @@ def test_after_a_failed_write_the_cpu_keeps_what_follows(tmp_path, monkeypatch):
     store.close()
 
 
+def test_a_failed_write_leaks_nothing(tmp_path, monkeypatch):
+    """The error of a copy must not hold on to the frames that it passed, and to the tensors in them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    blocks = tuple(BlockPlan(str(place), treatments=Treatments.all("offload")) for place in range(2))
+    x = torch.randn(50, 8, requires_grad=True)
+    with elbowroom.apply(model, Plan(blocks, OffloadSettings(smallest=0, window=1, path=str(tmp_path)))) as handle:
+        model(x).sum().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.warns(UserWarning, match="could not be written"):
+                for _ in range(3):
+                    model(x).sum().backward()
+        gc.collect()
+        assert all(offloader.store.present == 0 for offloader in handle.offloaders)
+
+
 def test_short_reads_and_writes_are_completed(tmp_path, monkeypatch):
     write, read = disk_store.os.pwrite, disk_store.os.preadv
     monkeypatch.setattr(disk_store.os, "pwrite", lambda file, view, at: write(file, view[:7], at))
@@ -190,7 +210,7 @@ def test_a_folder_that_vanishes_is_as_good_as_a_full_disk(tmp_path):
     folder = tmp_path / "folder"
     store = DiskStore(Cpu(), folder, limit=LIMIT, slab=1000)
     folder.rmdir()
-    with pytest.warns(UserWarning, match="folder has no room for .*No such file"):
+    with pytest.warns(UserWarning, match="folder can't take .*No such file"):
         assert store.save(bytes_of(100, 1)) is None
     store.close()
 

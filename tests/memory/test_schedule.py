@@ -10,7 +10,7 @@ from torch import nn
 import elbowroom
 from elbowroom import BlockPlan, Controls, Plan
 from elbowroom.families import FAMILIES
-from elbowroom.memory import ScopeModules, Treatments, find_blocks, schedule_blocks
+from elbowroom.memory import OffloadSettings, ScopeModules, Treatments, find_blocks, schedule_blocks
 from tests.support.models import flux, sd3
 
 RECOMPUTED = Treatments.all("recompute")
@@ -113,6 +113,13 @@ def test_plans_that_make_no_sense_are_refused():
         BlockPlan("a.0", treatments=Treatments(attention="offload"))
     with pytest.raises(ValueError, match="no kernel to keep"):
         BlockPlan("a.0", keep_kernel=True)
+    with pytest.raises(ValueError, match="attention must be one of keep, recompute, offload, not 'ofload'"):
+        Treatments("ofload")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attn: a module can be in one scope, and once"):
+        ScopeModules(("attn",), ("attn",))
+    for settings in ({"smallest": None}, {"window": -1}, {"limit": True}, {"prefetch": 0}, {"store": "tape"}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            OffloadSettings(**settings)
 
 
 @pytest.mark.parametrize(
@@ -122,18 +129,22 @@ def test_plans_that_make_no_sense_are_refused():
         "[]",
         "{}",
         '{"version": 1, "blocks": []}',
-        '{"version": 2}',
-        '{"version": 2, "blocks": [1]}',
-        '{"version": 2, "blocks": [{"segment": null}]}',
-        '{"version": 2, "blocks": [{"name": "a", "segment": true}]}',
-        '{"version": 2, "blocks": [{"name": "a", "treatments": {"rest": "forget"}}]}',
-        '{"version": 2, "blocks": [{"name": "a", "treatments": {"mlp": "keep"}}]}',
-        '{"version": 2, "blocks": [{"name": "a", "boundary": "recompute"}]}',
-        '{"version": 2, "blocks": [{"name": "a", "modules": {"attention": "attn"}}]}',
-        '{"version": 2, "blocks": [{"name": "a", "other": 1}]}',
-        '{"version": 2, "blocks": [], "offload": {"limit": -1}}',
-        '{"version": 2, "blocks": [], "offload": {"store": "tape"}}',
-        '{"version": 2, "blocks": [], "offload": {"prefetch": "yes"}}',
+        '{"version": 3}',
+        '{"version": 3, "blocks": [1]}',
+        '{"version": 3, "blocks": [], "extra": 1}',
+        '{"version": 3, "blocks": [], "offload": {"prefetch": 0}}',
+        '{"version": 3, "blocks": [], "offload": {"smallest": null}}',
+        '{"version": 3, "blocks": [{"name": "a", "keep_kernel": "yes"}]}',
+        '{"version": 3, "blocks": [{"segment": null}]}',
+        '{"version": 3, "blocks": [{"name": "a", "segment": true}]}',
+        '{"version": 3, "blocks": [{"name": "a", "treatments": {"rest": "forget"}}]}',
+        '{"version": 3, "blocks": [{"name": "a", "treatments": {"mlp": "keep"}}]}',
+        '{"version": 3, "blocks": [{"name": "a", "boundary": "recompute"}]}',
+        '{"version": 3, "blocks": [{"name": "a", "modules": {"attention": "attn"}}]}',
+        '{"version": 3, "blocks": [{"name": "a", "other": 1}]}',
+        '{"version": 3, "blocks": [], "offload": {"limit": -1}}',
+        '{"version": 3, "blocks": [], "offload": {"store": "tape"}}',
+        '{"version": 3, "blocks": [], "offload": {"prefetch": "yes"}}',
     ],
 )
 def test_other_json_is_not_a_plan(text):

@@ -56,6 +56,18 @@ def test_nothing_grows_after_two_steps_of_each_shape(shapes):
     assert stack.allocated <= max(most, 2048)
 
 
+def test_a_limit_below_two_slabs_is_used_as_a_whole():
+    stack = SpanStack(100 * ALIGNMENT, slab=64 * ALIGNMENT)
+    for step in range(3):
+        spans = [stack.allocate(50 * ALIGNMENT) for _ in range(2)]
+        assert spans[0] is not None and (spans[1] is not None or step == 0)
+        for span in reversed(spans):
+            if span is not None:
+                stack.free(span)
+        stack.consolidate()
+    assert len(stack.slabs) == 1 and stack.allocated == 100 * ALIGNMENT
+
+
 def test_a_span_is_freed_once():
     stack = SpanStack(limit=4096)
     span = stack.allocate(10)

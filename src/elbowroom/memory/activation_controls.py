@@ -55,7 +55,7 @@ class ActivationControls:
         metadata={
             "help": "Inside recomputed blocks, keep what attention saves, so that it never runs twice: the slowest "
             "part at long sequences. kernel keeps only the result of softmax(QKᵀ)V, which is what is slow: about an "
-            "eighth of the memory, and the projections around it are recomputed."
+            "eighth of the memory where torch has a fused kernel for it, and the projections around it are recomputed."
         },
     )
     gradient_checkpointing_offload_attention: bool = field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from elbowroom.memory.block_forward import BlockForward
 from elbowroom.memory.blocks import refuse_nested, unwrap
 from elbowroom.memory.handle import Handle
+from elbowroom.memory.offload.opening import check_store
 from elbowroom.memory.plan import BlockPlan, Plan
 
 
@@ -33,13 +34,15 @@ def apply(
             state is not restored.
 
     Raises:
-        ValueError: the plan names a block, or a module of a block, that the model does not have.
+        ValueError: the plan names a block, or a module of a block, that the model does not have; or its store makes no
+            sense on the model's device.
+        OSError: the folder of a disk store can't be made or written to.
         RuntimeError: a plan is applied already, the model's own checkpointing is switched on, the model is compiled as
             a whole, or a segment spans modules that FSDP shards apart.
     """
     _refuse_compiled(model)
     base = unwrap(model)
-    modules = dict(base.named_modules())
+    modules = dict(base.named_modules(remove_duplicate=False))
     names = [block.name for block in plan.blocks]
     scopes = [
         f"{block.name}.{name}"
@@ -51,6 +54,9 @@ def apply(
         raise ValueError(f"the plan names modules that {type(base).__name__} does not have: {', '.join(missing)}")
     refuse_nested(names)
     refuse_nested(scopes)
+    _refuse_shared_scopes(plan, modules)
+    if plan.offloads and _stays_on_cpu(base):
+        check_store(plan.offload, on_cpu=True)
     _refuse_own_checkpointing(base)
     for block in plan.blocks:
         _refuse_second_plan(block, modules[block.name])
@@ -58,6 +64,26 @@ def apply(
         _refuse_units_of_fsdp_in(segment, [modules[block.name] for block in segment])
     target = None if device is None else torch.device(device)
     return Handle(plan, base, device=target, check_determinism=check_determinism)
+
+
+def _refuse_shared_scopes(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
+    """A module that two blocks share has one forward, which can't be treated as the scope of both."""
+    owners: dict[int, str] = {}
+    for block in plan.blocks:
+        for name in block.scopes_apart:
+            scope = modules[f"{block.name}.{name}"]
+            owner = owners.setdefault(id(scope), block.name)
+            if owner != block.name:
+                raise RuntimeError(
+                    f"{name!r} of block {block.name!r} is also part of block {owner!r}, so it can't be treated "
+                    "otherwise than the rest of them"
+                )
+
+
+def _stays_on_cpu(base: nn.Module) -> bool:
+    """Whether the model computes on the CPU for sure: it is there, and there is nowhere else to go."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in base.parameters())
+    return on_cpu and torch.accelerator.current_accelerator(check_available=True) is None
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -66,17 +66,10 @@ class BlockForward(Installed):
         self._scopes: list[ScopeForward] = []
         scopes: tuple[Scope, ...] = ("attention", "feed_forward")
         for scope in scopes:
-            if self._treated_apart(scope):
+            if block.apart(scope):
                 treatment = getattr(block.treatments, scope)
                 names = getattr(block.modules, scope)
                 self._scopes += [ScopeForward(handle, module, block, scope, treatment, name) for name in names]
-
-    def _treated_apart(self, scope: Scope) -> bool:
-        treatment = getattr(self.block.treatments, scope)
-        if scope == "attention" and self.block.keep_kernel:
-            return True
-        # Offloaded like the rest, it is still counted apart.
-        return treatment != self.block.treatments.rest or treatment == "offload"
 
     def install(self) -> None:
         self._install()
@@ -90,6 +83,11 @@ class BlockForward(Installed):
         super().install()
         if self._visiting is not None:
             self.original = self._visiting(self.original)
+
+    def check_installed(self) -> None:
+        super().check_installed()
+        for scope in self._scopes:
+            scope.check_installed()
 
     def uninstall(self) -> None:
         super().uninstall()

@@ -40,11 +40,13 @@ class Forecast:
             self._places.setdefault(number, []).append(place)
         self._next = 0
 
-    def asked_for(self, number: int) -> None:
-        """Note what was asked for. What the order has before it is not awaited any more."""
+    def asked_for(self, number: int) -> bool:
+        """Note what was asked for; True if the order has others before it, which are not awaited any more."""
         place = self.next_use(number)
-        if place != NEVER:
-            self._next = place + 1
+        if place == NEVER:
+            return False
+        passed_over, self._next = place > self._next, place + 1
+        return passed_over
 
     def next_use(self, number: int) -> int:
         """Return the place in the order where a number comes next, `NEVER` if it does not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,7 @@ class Handle:
         self._check_determinism = check_determinism
         self.active = _Threads()
         self._offloaders: dict[torch.device, Offloader | None] = {}
+        self._lock = threading.Lock()  # several threads may call the model
         self._prefetch: bool | None = plan.offload.prefetch
         self._streamer = open_streamer(base, plan, device, self._counters) if plan.streamed else None
         self._weights_first: Callable[[Pack], Pack] = _same if self._streamer is None else self._streamer.first
@@ -72,11 +74,24 @@ class Handle:
         """Return the plan and the totals so far, as a copy that does not change any more."""
         return Report(self.plan, copy.deepcopy(self._counters))
 
+    def settle(self) -> None:
+        """Let go of what finished copies still hold on the device; for the time between two steps.
+
+        The next forward pass does so by itself; until then it is at most `activation_window`.
+        """
+        for offloader in self.offloaders:
+            offloader.settle()
+
     def remove(self) -> None:
         """Take the plan off; the model is as it was before `apply`. Calling it again does nothing.
 
         A backward pass through a graph that was built before still works.
+
+        Raises:
+            RuntimeError: something has replaced a forward since; nothing is changed then.
         """
+        for forward in self._installed:
+            forward.check_installed()
         while self._installed:
             self._installed[-1].uninstall()
             self._installed.pop()
@@ -105,7 +120,9 @@ class Handle:
     def pack(self, scope: str, where: str, module: nn.Module, tensor: torch.Tensor) -> Packed:
         """Take a saved tensor to the store of its device."""
         if tensor.device not in self._offloaders:
-            self._offloaders[tensor.device] = self._offloader(tensor.device, module)
+            with self._lock:
+                if tensor.device not in self._offloaders:
+                    self._offloaders[tensor.device] = self._offloader(tensor.device, module)
         offloader = self._offloaders[tensor.device]
         if offloader is None:
             return Kept(tensor, where)

@@ -41,7 +41,8 @@ class Installed:
         self._attribute = "_compiled_call_impl" if compiled else "forward"
         self._had_own = self._attribute in self.module.__dict__
         self.original = self._replaced = getattr(self.module, self._attribute)
-        functools.update_wrapper(self, self._replaced)  # tools that look at the signature see the module's own
+        # Tools that look at the signature see the module's own. Not its attributes: they could have the names of ours.
+        functools.update_wrapper(self, self._replaced, updated=())
         self.module.__dict__[self._attribute] = self
 
     @property
@@ -53,9 +54,13 @@ class Installed:
     def installed(self) -> bool:
         return self.module.__dict__.get(self._attribute) is self
 
-    def uninstall(self) -> None:
+    def check_installed(self) -> None:
+        """Raise `RuntimeError` if the forward can't be given back."""
         if not self.installed:
             raise RuntimeError(f"the forward of {self.name} was replaced after `apply`; undo that first, then remove")
+
+    def uninstall(self) -> None:
+        self.check_installed()
         if self._had_own:
             self.module.__dict__[self._attribute] = self._replaced
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from elbowroom.memory.module_state import version_of
+
 
 class Kept:
     """Packs a tensor as itself. Autograd doesn't check for writes in place where hooks are active, so this does.
@@ -17,11 +19,15 @@ class Kept:
     def __init__(self, tensor: torch.Tensor, where: str):
         # Detached: the saved tensor may be the output of the very node that saves it, and would keep itself alive.
         self._tensor = tensor.detach()
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self.where = where
 
+    @property
+    def intact(self) -> bool:
+        return self._version is None or version_of(self._tensor) == self._version
+
     def unpack(self) -> torch.Tensor:
-        check_version(self._tensor._version, self._version, self.where)
+        check_version(version_of(self._tensor), self._version, self.where)
         return self._tensor
 
 
@@ -30,9 +36,9 @@ def keep(where: str, tensor: torch.Tensor) -> Kept:
     return Kept(tensor, where)
 
 
-def check_version(present: int, saved: int, where: str) -> None:
-    """Raise `RuntimeError` if a saved tensor was written to since it was saved."""
-    if present != saved:
+def check_version(present: int | None, saved: int | None, where: str) -> None:
+    """Raise `RuntimeError` if a saved tensor was written to since it was saved. None: it counts no writes."""
+    if saved is not None and present != saved:
         raise RuntimeError(
             f"a tensor that {where} saved for the backward pass was modified in place after it was saved: it is at "
             f"version {present}, but {saved} is needed"

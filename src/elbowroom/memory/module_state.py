@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 TensorStates = list[tuple[torch.Tensor, int | None]]
 """Every parameter and buffer, by identity, with the number of writes in place to it."""
@@ -18,7 +19,11 @@ TensorStates = list[tuple[torch.Tensor, int | None]]
 Settings = list[dict[str, Any]]
 """For each module, its attributes that are plain values."""
 
+ObjectStates = list[tuple[Any, dict[str, Any]]]
+"""Objects, each with a copy of its attributes that are plain values."""
+
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_LOOKED_AT = _PLAIN | {torch.Tensor}
 _CONTAINERS = frozenset({list, tuple, dict})
 # What every module has and no forward pass changes; `training` is the exception.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -72,6 +77,54 @@ def settings_of(modules: Sequence[nn.Module]) -> Settings:
     return [_settings_of(module) for module in modules]
 
 
+def holds_tensors(value: Any) -> bool:
+    """Whether a leaf of arguments or results is an object with tensors inside, which pytree does not look into."""
+    if isinstance(value, (torch.Tensor, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(inner, torch.Tensor) for inner in vars(value).values())
+
+
+def plain_objects(leaves: Sequence[Any]) -> ObjectStates:
+    """Return the objects among arguments whose attributes a call may change, with a copy of those that are plain."""
+    return [
+        (leaf, _plain_attributes(vars(leaf)))
+        for leaf in leaves
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, nn.Module, type))
+    ]
+
+
+def changed_object(objects: ObjectStates) -> str | None:
+    """Return the class of the first object that is not as it was."""
+    return next((type(each).__name__ for each, then in objects if _plain_attributes(vars(each)) != then), None)
+
+
+class LeftBehind:
+    """What a call leaves behind in modules and arguments, besides what it returns.
+
+    Args:
+        modules: whose attributes are looked at.
+        arguments: of the call, as a tree.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], arguments: Any):
+        self._modules = modules
+        self._arguments = arguments
+        self._tree = tree_flatten(arguments)
+        self._attributes = [_visible(module) for module in modules]
+
+    def found(self) -> str | None:
+        """Return what is not as it was, in words."""
+        for module, before in zip(self._modules, self._attributes, strict=True):
+            now = _visible(module)
+            for name in before.keys() | now.keys():
+                if not _same(before.get(name, _MISSING), now.get(name, _MISSING)):
+                    return f"its attribute {name!r}"
+        leaves, structure = tree_flatten(self._arguments)
+        if structure != self._tree[1] or any(a is not b for a, b in zip(leaves, self._tree[0], strict=True)):
+            return "a list or dict that it was given"
+        return None
+
+
 class settings_as:
     """A context in which modules have the given settings; then the present ones are put back."""
 
@@ -89,8 +142,24 @@ class settings_as:
             attributes[name] = value
 
 
-def _settings_of(module: nn.Module) -> dict[str, Any]:
+def _visible(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that are tensors or plain values."""
     attributes = module.__dict__
+    names = attributes.keys() - _INTERNAL
+    return {name: attributes[name] for name in names if type(attributes[name]) in _LOOKED_AT}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    return type(one) is type(other) and type(one) in _PLAIN and one == other
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    return _plain_attributes(module.__dict__)
+
+
+def _plain_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name in attributes.keys() - _INTERNAL:
         value = attributes[name]

@@ -31,6 +31,13 @@ class Treatments:
     feed_forward: Treatment = "keep"
     rest: Treatment = "keep"
 
+    def __post_init__(self) -> None:
+        for scope in fields(self):
+            if getattr(self, scope.name) not in get_args(Treatment):
+                raise ValueError(
+                    f"{scope.name} must be one of {', '.join(get_args(Treatment))}, not {getattr(self, scope.name)!r}"
+                )
+
     @classmethod
     def all(cls, treatment: Treatment) -> Treatments:
         """Return the same treatment for the whole block."""
@@ -46,6 +53,12 @@ class ScopeModules:
 
     attention: tuple[str, ...] = ()
     feed_forward: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = (*self.attention, *self.feed_forward)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(twice)}: a module can be in one scope, and once")
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,20 @@ class BlockPlan:
         if self.keep_kernel and (self.treatments.attention != "recompute" or not self.modules.attention):
             raise ValueError(f"{self.name}: attention is not recomputed, so there is no kernel to keep")
 
+    def apart(self, scope: Scope) -> bool:
+        """Whether a scope's calls are treated by themselves."""
+        treatment = getattr(self.treatments, scope)
+        if scope == "attention" and self.keep_kernel:
+            return True
+        # Offloaded like the rest, it is still counted apart.
+        return treatment != self.treatments.rest or treatment == "offload"
+
+    @property
+    def scopes_apart(self) -> tuple[str, ...]:
+        """The modules, by their names within the block, whose calls are treated by themselves."""
+        scopes: tuple[Scope, ...] = ("attention", "feed_forward")
+        return tuple(name for scope in scopes if self.apart(scope) for name in getattr(self.modules, scope))
+
     def cell(self) -> str:
         """One letter where the whole block is treated alike, else three: attention, feed-forward, rest.
 
@@ -128,6 +155,14 @@ class OffloadSettings:
     prefetch: bool | None = None
     smallest: int = 4096
 
+    def __post_init__(self) -> None:
+        _check_store_settings(self)
+        for name, value in (("limit", self.limit), ("smallest", self.smallest)):
+            if not _is_size(value) and not (value is None and name == "limit"):
+                raise ValueError(f"{name!r} must be a number of bytes, not {value!r}")
+        if self.prefetch is not None and type(self.prefetch) is not bool:
+            raise ValueError(f"'prefetch' must be true, false or null, not {self.prefetch!r}")
+
 
 @dataclass(frozen=True)
 class WeightSettings:
@@ -143,6 +178,9 @@ class WeightSettings:
     store: StoreKind | None = None
     path: str | None = None
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_store_settings(self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -278,6 +316,9 @@ class Plan:
             raise ValueError(f"this is not a plan: it is not JSON ({error})") from None
         if not isinstance(document, dict) or document.get("version") != FORMAT_VERSION:
             raise ValueError(f"this is not a plan of format version {FORMAT_VERSION}")
+        unknown = sorted(set(document) - {"version", "blocks", "offload", "streamed", "weights", "notes"})
+        if unknown:
+            raise ValueError(f"this is not a plan: it has unknown parts ({', '.join(unknown)})")
         blocks, notes = document.get("blocks"), document.get("notes", [])
         if not isinstance(blocks, list) or not isinstance(notes, list):
             raise ValueError("this is not a plan: 'blocks' and 'notes' must be lists")
@@ -291,6 +332,19 @@ class Plan:
             _settings_from_json(WeightSettings, "weights", document.get("weights", {})),
             tuple(map(str, notes)),
         )
+
+
+def _check_store_settings(settings: OffloadSettings | WeightSettings) -> None:
+    if settings.store not in (None, *get_args(StoreKind)):
+        raise ValueError(f"there is no store {settings.store!r}")
+    if settings.path is not None and not isinstance(settings.path, str):
+        raise ValueError(f"'path' must be text, not {settings.path!r}")
+    if settings.window is not None and not _is_size(settings.window):
+        raise ValueError(f"'window' must be a number of bytes, not {settings.window!r}")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _enclosed(group: Sequence[BlockPlan], cells_: Sequence[str], narrow: bool) -> str:
@@ -309,6 +363,8 @@ def _block_from_json(entry: Any) -> BlockPlan:
         raise ValueError(f"this is not a plan: the segment of {entry['name']} must be a number or null")
     if boundary not in ("keep", "offload"):
         raise ValueError(f"this is not a plan: the boundary of {entry['name']} must be 'keep' or 'offload'")
+    if type(entry.get("keep_kernel", False)) is not bool:
+        raise ValueError(f"this is not a plan: keep_kernel of {entry['name']} must be true or false")
     treatments = _parts(entry, "treatments", Treatments, lambda value: value in get_args(Treatment))
     modules = _parts(entry, "modules", ScopeModules, _is_list_of_names)
     return BlockPlan(
@@ -317,7 +373,7 @@ def _block_from_json(entry: Any) -> BlockPlan:
         Treatments(**treatments),
         boundary,
         ScopeModules(**{scope: tuple(names) for scope, names in modules.items()}),
-        entry.get("keep_kernel") is True,
+        entry.get("keep_kernel", False),
     )
 
 
@@ -336,12 +392,7 @@ def _is_list_of_names(value: Any) -> bool:
 def _settings_from_json(kind: Any, part: str, entry: Any) -> Any:
     if not isinstance(entry, dict) or set(entry) - {each.name for each in fields(kind)}:
         raise ValueError(f"this is not a plan: {part!r} can't be {entry!r}")
-    for name in ("limit", "window", "smallest"):
-        value = entry.get(name)
-        if value is not None and (type(value) is not int or value < 0):
-            raise ValueError(f"this is not a plan: {name!r} of {part!r} must be a number of bytes, not {value!r}")
-    if entry.get("store") not in (None, *get_args(StoreKind)):
-        raise ValueError(f"this is not a plan: there is no store {entry['store']!r}")
-    if not isinstance(entry.get("path"), (str, type(None))) or entry.get("prefetch") not in (None, True, False):
-        raise ValueError(f"this is not a plan: {part!r} can't be {entry!r}")
-    return kind(**entry)
+    try:
+        return kind(**entry)
+    except ValueError as error:
+        raise ValueError(f"this is not a plan: {part!r}: {error}") from None

@@ -25,11 +25,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from elbowroom.memory import ambient
 from elbowroom.memory.counters import Counters
 from elbowroom.memory.errors import ReplayError
-from elbowroom.memory.module_state import version_of
+from elbowroom.memory.module_state import LeftBehind, holds_tensors, modules_of, version_of
 
 
 class Packed(Protocol):
     """A saved tensor in another form."""
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has written into the tensor since it was packed."""
+        ...
 
     def unpack(self) -> torch.Tensor: ...
 
@@ -149,6 +154,10 @@ class ScopeResult:
     saved_arguments: list[_SavedArgument]
     random_state: ambient.RandomState | None
 
+    @property
+    def intact(self) -> bool:
+        return all(leaf.packed.intact for leaf in self.leaves if isinstance(leaf, _ReturnedTensor))
+
     def again(self) -> Any:
         """Return the values for a replay. Its graph is thrown away, so they need no history."""
         leaves = [
@@ -175,17 +184,18 @@ class RecordedScopes:
         self._accelerator = accelerator
         self._weights_first = weights_first
         self._returned: list[tuple[str, torch.Tensor, int | None]] = []
+        self._problem: str | None = None
 
     def call(self, scope: ScopeCall, args: tuple, kwargs: dict) -> Any:
         pack_scope = scope.pack
         if pack_scope is None:
             return scope.original(*args, **kwargs)
-        arguments = {
-            id(_root(leaf)): (index, leaf)
-            for index, leaf in enumerate(tree_leaves((args, kwargs)))
-            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-        }
+        given = [leaf for leaf in enumerate(tree_leaves((args, kwargs))) if isinstance(leaf[1], torch.Tensor)]
+        arguments = {id(_root(leaf)): (index, leaf) for index, leaf in given if leaf.layout == torch.strided}
+        versions = [(leaf, version_of(leaf)) for _, leaf in given]
+        left_behind = LeftBehind(modules_of(scope.module), (args, kwargs))
         saved_arguments: list[_SavedArgument] = []
+        pack_slot = self._pack  # autograd holds on to the hook, and must not hold on to the results with it
 
         def pack(tensor: torch.Tensor) -> Packed:
             index, argument = arguments.get(id(_root(tensor)), (0, None))
@@ -193,16 +203,25 @@ class RecordedScopes:
             if argument is None or argument.dtype != tensor.dtype or argument.is_conj() != tensor.is_conj():
                 return pack_scope(tensor)
             saved_arguments.append(_SavedArgument(index, _place(argument), _place(tensor)))
-            return self._pack(tensor)
+            return pack_slot(tensor)
 
         before = ambient.random_state(self._accelerator)
         with saved_tensors_hooks(self._weights_first(pack), unpack):
             result = scope.original(*args, **kwargs)
-        arguments.clear()  # autograd holds on to the hook, and must not hold on to the arguments with it
+        arguments.clear()  # nor on to the arguments
+        if any(version_of(leaf) != version for leaf, version in versions):
+            self._problem = f"has {scope.name} write into its argument"
+        elif (found := left_behind.found()) is not None:
+            self._problem = f"has {scope.name} change {found}, which it would not do if it were not run again"
         after = ambient.random_state(self._accelerator)
         leaves, structure = tree_flatten(result)
         packed = []
         for leaf in leaves:
+            if holds_tensors(leaf):
+                self._problem = (
+                    f"has {scope.name} return a {type(leaf).__name__} that holds tensors, into which can't be looked "
+                    "(register the class with torch.utils._pytree)"
+                )
             if isinstance(leaf, torch.Tensor):
                 self._returned.append((scope.name, leaf.detach(), version_of(leaf)))
                 leaf = _ReturnedTensor(pack_scope(leaf), leaf.requires_grad)
@@ -211,9 +230,16 @@ class RecordedScopes:
         self.results.append(ScopeResult(scope, packed, structure, saved_arguments, after if drew else None))
         return result
 
-    def overwritten(self) -> str | None:
-        """Return the scope whose returned tensor the block wrote into, if any: then it can't be handed back."""
-        return next((name for name, tensor, version in self._returned if version_of(tensor) != version), None)
+    def problem(self) -> str | None:
+        """Return why a replay can't go without the calls of scopes, if that is so: what the block does, in words."""
+        if self._problem is not None:
+            return self._problem
+        overwritten = (name for name, tensor, version in self._returned if version_of(tensor) != version)
+        return next((f"writes into what {name} returned" for name in overwritten), None)
+
+    def end(self) -> None:
+        """Let go of the tensors that were returned: a graph may hold on to this for long."""
+        self._returned.clear()
 
 
 class ReplayedScopes:
@@ -246,11 +272,14 @@ class ReplayedScopes:
             raise ReplayError(f"{scope.name} was not called at this point of the forward pass, but is in the replay")
         result = self._results[self._used]
         self._used += 1
-        self._counters.scopes_reused += 1
         if result.saved_arguments:
             leaves = tree_leaves((args, kwargs))
             for saved in result.saved_arguments:
                 self._fill(saved.again(leaves, scope.name))
+        if not result.intact:  # the model has written into it after the block had returned it
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                return scope.original(*args, **kwargs)
+        self._counters.scopes_reused += 1
         if result.random_state is not None:
             # What comes after it in the block must draw the numbers that it drew then.
             ambient.set_random_state(result.random_state, self._accelerator)

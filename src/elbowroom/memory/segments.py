@@ -34,10 +34,14 @@ from elbowroom.memory.counters import Counters
 from elbowroom.memory.errors import ReplayError
 from elbowroom.memory.kept import check_version
 from elbowroom.memory.module_state import (
+    ObjectStates,
     Settings,
     TensorStates,
+    changed_object,
     first_difference,
+    holds_tensors,
     modules_of,
+    plain_objects,
     same_tensors,
     settings_as,
     settings_of,
@@ -65,6 +69,16 @@ class _Link:
 
     call: int
     leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """A tensor that a call of the segment returned, as it was then."""
+
+    tensor: weakref.ref[torch.Tensor]
+    link: _Link
+    version: int | None
+    requires_grad: bool
 
 
 @dataclass(slots=True)
@@ -116,6 +130,7 @@ class _Call:
     callee: Recordable
     leaves: list[Any]
     structure: TreeSpec
+    objects: ObjectStates
     tensors: TensorStates
     settings: Settings
     autocast: tuple[ambient.Autocast, ...]
@@ -160,6 +175,10 @@ class _Slot:
         """Take the value that a replay computed. Its count of writes begins anew: an offloaded input's does too."""
         self.value, self.version = tensor.detach(), tensor._version
 
+    @property
+    def intact(self) -> bool:
+        return self.value is None or self.value._version == self.version
+
     def unpack(self) -> torch.Tensor:
         """Return the saved tensor, replaying the segment if need be."""
         segment = self.segment
@@ -168,7 +187,8 @@ class _Slot:
         with segment.lock:  # two threads may run backward through one graph
             if segment.recording:
                 segment.read_while_recording = True
-                return self._checked(self.value)
+                if self.value is not None:  # else it is of an earlier call, whose values are dropped already
+                    return self._checked(self.value)
             if self.value is None:
                 segment.replay()
             value, self.value = self.value, None
@@ -211,7 +231,7 @@ class SegmentRun:
     lock: threading.RLock = field(default_factory=threading.RLock)
     _calls: list[_Call] = field(default_factory=list)
     _slots: list[weakref.ref[_Slot]] = field(default_factory=list)
-    _returned: dict[int, tuple[weakref.ref[torch.Tensor], _Link, int | None]] = field(default_factory=dict)
+    _returned: dict[int, _Returned] = field(default_factory=dict)
 
     def record(self, callee: Recordable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         """Call a module's forward, dropping what autograd saves in it.
@@ -220,7 +240,7 @@ class SegmentRun:
             What it returned, and whether further calls may join the segment.
         """
         leaves, structure = tree_flatten((args, kwargs))
-        holder = next((leaf for leaf in leaves if _holds_tensors(leaf)), None)
+        holder = next((leaf for leaf in leaves if holds_tensors(leaf)), None)
         if holder is not None:
             self._cannot_replay(
                 callee,
@@ -231,6 +251,7 @@ class SegmentRun:
             return callee.original(*args, **kwargs), False
 
         bound = self._bind(leaves)
+        objects = plain_objects(leaves)
         modules = modules_of(callee.module)
         tensors, settings = tensor_states(modules), settings_of(modules)
         autocast = ambient.current_autocast(self.accelerator)
@@ -261,8 +282,11 @@ class SegmentRun:
             reason = f"changes its own parameters or buffers ({first_difference(callee.module, tensors)})"
         elif self.read_while_recording:
             reason = "runs a backward pass inside its forward pass"
-        elif (scope := scopes.overwritten()) is not None:
-            reason = f"writes into what {scope} returned"
+        elif (changed := changed_object(objects)) is not None:
+            reason = f"changes its argument, a {changed}"
+        else:
+            reason = scopes.problem()
+        scopes.end()
         if reason is not None:
             self._cannot_replay(callee, reason, fresh)
             return result, False
@@ -275,7 +299,9 @@ class SegmentRun:
                     input_.offload(leaf, self.pack_boundary)
         unchanged = ambient.same_random_state(random_before, ambient.random_state(self.accelerator))
         random_state = None if unchanged else random_before
-        self._calls.append(_Call(callee, bound, structure, tensors, settings, autocast, random_state, scopes.results))
+        self._calls.append(
+            _Call(callee, bound, structure, objects, tensors, settings, autocast, random_state, scopes.results)
+        )
         self._slots.extend(weakref.ref(slot) for slot in fresh)
         fresh.clear()  # autograd holds on to the hook, and must not hold on to slots that it has used up
         self._remember_outputs(result)
@@ -287,7 +313,7 @@ class SegmentRun:
 
     def returned(self, arguments: Any) -> bool:
         """Whether one of the arguments is a tensor that a recorded call returned."""
-        return any(id(leaf) in self._returned and self._returned[id(leaf)][0]() is leaf for leaf in arguments)
+        return any(id(leaf) in self._returned and self._returned[id(leaf)].tensor() is leaf for leaf in arguments)
 
     def replay(self) -> None:
         """Run the recorded calls again and fill every slot that is still alive and empty."""
@@ -349,9 +375,15 @@ class SegmentRun:
                 continue
             version = version_of(leaf)
             returned = self._returned.get(id(leaf))
-            # The identity alone is not enough: a model may have written into the tensor between two blocks.
-            if returned is not None and returned[0]() is leaf and returned[2] == version:
-                bound.append(returned[1])
+            # The identity alone is not enough: a model may have written into the tensor between two blocks, or cut it
+            # off from its history (`detach_`).
+            if (
+                returned is not None
+                and returned.tensor() is leaf
+                and returned.version == version
+                and returned.requires_grad == leaf.requires_grad
+            ):
+                bound.append(returned.link)
                 continue
             if id(leaf) not in externals:
                 externals[id(leaf)] = _ExternalInput(leaf.detach(), leaf.requires_grad, version)
@@ -362,7 +394,9 @@ class SegmentRun:
         call = len(self._calls) - 1
         for index, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, torch.Tensor):
-                self._returned[id(leaf)] = (weakref.ref(leaf), _Link(call, index), version_of(leaf))
+                self._returned[id(leaf)] = _Returned(
+                    weakref.ref(leaf), _Link(call, index), version_of(leaf), leaf.requires_grad
+                )
 
 
 def _resolve(call: _Call, outputs: list[list[Any]]) -> list[Any]:
@@ -387,6 +421,11 @@ def _resolve(call: _Call, outputs: list[list[Any]]) -> list[Any]:
 
 
 def _check_unchanged(call: _Call, modules: list[nn.Module]) -> None:
+    if (changed := changed_object(call.objects)) is not None:
+        raise ReplayError(
+            f"an argument of {call.callee.name}, a {changed}, was changed between the forward and the backward pass, "
+            "so it can't be recomputed"
+        )
     if not same_tensors(call.tensors, tensor_states(modules)):
         raise ReplayError(
             f"{first_difference(call.callee.module, call.tensors)!r} of {call.callee.name} was replaced or modified in "
@@ -407,13 +446,6 @@ def _check_same(slot: _Slot, tensor: torch.Tensor, where: str) -> None:
             f"{slot.where} is not deterministic: its replay computed other values than its forward pass. "
             "Only torch's default generators are restored; Python's, NumPy's and private generators are not"
         )
-
-
-def _holds_tensors(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is an object with tensors inside, which pytree does not look into."""
-    if isinstance(leaf, (torch.Tensor, nn.Module)) or not hasattr(leaf, "__dict__"):
-        return False
-    return any(isinstance(value, torch.Tensor) for value in vars(leaf).values())
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -152,6 +152,11 @@ class SimulatedAccelerator(Device):
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.tensor(torch.empty(0, dtype=torch.uint8).set_(self.storage(tensor)))
 
+    def witness(self, tensor: torch.Tensor) -> torch.Tensor:
+        witness = cast(SimulatedTensor, tensor.detach())
+        witness.raw = torch.empty(0, dtype=tensor.dtype)
+        return witness
+
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 

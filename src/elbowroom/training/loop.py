@@ -133,7 +133,7 @@ class Run:
         if job.plan.takes_effect:
             self.handle = apply(self.denoiser, job.plan)
             if job.plan.offloads and job.plan.offload.prefetch is None:
-                self.prefetch = PrefetchTuner(self.handle, job.run.prefetch, self.parameters, self.display.say)
+                self.prefetch = PrefetchTuner(self.handle, job.run.prefetch, self.denoiser, self.display.say)
         if job.resolved.options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -203,6 +203,8 @@ class Run:
             # A share of the group's true size: the last, smaller group of an epoch is not scaled down.
             (losses.sum() / samples).backward()
             total += losses.sum().item()
+        if self.handle is not None:
+            self.handle.settle()
         if self.step == 0:
             self._report_missing_gradients()
         norm = self._clip_gradients(group)

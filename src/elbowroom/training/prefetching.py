@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -19,14 +19,14 @@ class PrefetchTuner:
     Args:
         handle: the plan at work.
         path: the file.
-        parameters: what is trained.
+        model: what is trained.
         say: told of each decision, with both times.
     """
 
-    def __init__(self, handle: Handle, path: Path, parameters: Iterable[nn.Parameter], say: Callable[[str], None]):
+    def __init__(self, handle: Handle, path: Path, model: nn.Module, say: Callable[[str], None]):
         self._handle = handle
         self._path = path
-        self._parameters = list(parameters)
+        self._model = model
         self._say = say
         self._seen: set[str] = set()
         self._decided = _read(path)
@@ -40,7 +40,8 @@ class PrefetchTuner:
         """
         key = f"{self._handle.plan.strip()} {shape}"
         if key not in self._decided and key in self._seen and self._handle.offloaders:
-            decision = probe_prefetch(step, self._handle.offloaders, self._parameters)
+            trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+            decision = probe_prefetch(step, self._handle.offloaders, trained, buffers=self._model.buffers())
             self._decided[key] = decision
             self._say(f"reload of offloaded tensors, {shape}: {decision.reason}")
             document = {known: each.to_dict() for known, each in self._decided.items()}

@@ -102,6 +102,10 @@ class Device(ABC):
         """Return the whole storage of a dense tensor as a detached uint8 tensor of one dimension, sharing its bytes."""
 
     @abstractmethod
+    def witness(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that counts writes (`_version`) with a dense tensor, and holds none of its memory."""
+
+    @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor of one dimension on the device, not initialised.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -22,14 +23,17 @@ class FutureEvent:
     def done(self) -> bool:
         if not self._future.done():
             return False
-        self._future.result()  # raises what made it fail
+        self.wait()  # raises what made it fail
         return True
 
     def wait(self) -> None:
-        self._future.result()
+        error = self._future.exception()
+        if error is not None:
+            # Another object each time: one that is raised holds on to the frames that it passes, and to their tensors.
+            raise copy.copy(error)
 
     def hold_compute(self) -> None:
-        self._future.result()  # the calling thread is the one that computes
+        self.wait()  # the calling thread is the one that computes
 
 
 class Cpu(StridedDevice):

@@ -20,6 +20,11 @@ class StridedDevice(Device):
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
+    def witness(self, tensor: torch.Tensor) -> torch.Tensor:
+        witness = tensor.detach()  # which shares the count of writes
+        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return witness
+
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 

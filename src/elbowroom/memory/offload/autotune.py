@@ -56,6 +56,7 @@ def probe_prefetch(
     offloaders: Sequence[Offloader],
     parameters: Iterable[torch.nn.Parameter],
     *,
+    buffers: Iterable[torch.Tensor] = (),
     budget: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PrefetchDecision:
@@ -68,20 +69,28 @@ def probe_prefetch(
         step: a forward and backward pass, always on the same batch. Its order of restores must have been learned: it,
             or one of the same shape, has run once.
         offloaders: of the handle (`Handle.offloaders`); prefetching is left as it was.
-        parameters: whose gradients the step adds to.
+        parameters: whose gradients the step adds to. (Optimizers that step in the backward pass would change them.)
+        buffers: what the step writes into, such as the statistics of batch normalization.
         budget: bytes of the device that prefetching must not exceed.
         clock: seconds.
 
     Raises:
         Exception: what the step on demand raised; nothing is changed then either.
     """
+    written = [(buffer, buffer.clone()) for buffer in buffers]
     held = [(parameter, parameter.grad) for parameter in parameters]
     before = [offloader.prefetch for offloader in offloaders]
     accelerator = next((o.device.device for o in offloaders if o.device.device.type != "cpu"), None)
     random_state = ambient.random_state(accelerator)
 
-    def measured(prefetch: bool) -> Measured:
+    def put_back() -> None:
         ambient.set_random_state(random_state, accelerator)
+        with torch.no_grad():
+            for buffer, value in written:
+                buffer.copy_(value)
+
+    def measured(prefetch: bool) -> Measured:
+        put_back()
         for parameter, _ in held:
             parameter.grad = None
         for offloader in offloaders:
@@ -106,7 +115,7 @@ def probe_prefetch(
             parameter.grad = gradient
         for offloader, prefetch in zip(offloaders, before, strict=True):
             offloader.prefetch = prefetch
-        ambient.set_random_state(random_state, accelerator)
+        put_back()
 
 
 def _decide(on_demand: Measured, prefetched: Measured, budget: int | None) -> PrefetchDecision:

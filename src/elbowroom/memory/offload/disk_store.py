@@ -41,8 +41,7 @@ class DiskStore(StackedStore):
 
     def __init__(self, device: Device, folder: Path, *, limit: int, slab: int = 256 << 20, staging: int = 128 << 20):
         super().__init__(limit=limit, slab=slab)
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # whether that is possible is told now, not in the first step
+        check_folder(folder)  # whether that is possible is told now, not in the first step
         self._device = device
         self._folder = folder
         self._files: dict[Slab, _File] = {}
@@ -109,14 +108,20 @@ class DiskStore(StackedStore):
             self._files[slab] = _File(self._folder, slab.nbytes)
         except OSError as error:
             self._disk.warn(
-                f"{self._folder} has no room for {slab.nbytes} more bytes of activations ({error.strerror}); what "
-                "has no room stays in memory. Set activation_store_path to a folder on a larger disk"
+                f"{self._folder} can't take {slab.nbytes} more bytes of activations ({error.strerror}); they stay in "
+                "memory. Set activation_store_path to another folder, on a disk with more room"
             )
             return False
         return True
 
     def _drop(self) -> None:
         self._files.clear()
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder if need be, and raise `OSError` if no file can be made there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 class _File:
@@ -217,7 +222,7 @@ def _write(disk: _Disk, file: _File, span: Span, source: torch.Tensor, after: Se
 
 
 def _read(file: _File, stored: _DiskSpan, target: torch.Tensor) -> None:
-    stored.written.result()
+    FutureEvent(stored.written).wait()
     read_all(file.number, target, stored.span.offset)
 
 

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from elbowroom.memory.devices.base import Device, Event, Geometry
 from elbowroom.memory.forecast import Forecast, Orders
 from elbowroom.memory.kept import Kept
 from elbowroom.memory.offload.outside import Outside
-from elbowroom.memory.offload.records import Ahead, OffloadedSubclass, OffloadedTensor, Pass, Record, Restored
+from elbowroom.memory.offload.records import Ahead, Leaving, OffloadedSubclass, OffloadedTensor, Pass, Record, Restored
+from elbowroom.memory.offload.stacked_store import over
 from elbowroom.memory.offload.store import Store, StoreError
 from elbowroom.memory.plan import OffloadSettings
 from elbowroom.memory.scope_calls import Packed
@@ -49,7 +50,7 @@ class Offloader:
         self._lock = threading.RLock()  # several threads may run backward
         self._orders = Orders()
         self._pass = Pass()
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[tuple[Leaving, weakref.ref[Record]]] = deque()
         self._bytes_leaving = 0
         self._bytes_ahead = 0
         self._ahead: weakref.WeakSet[Record] = weakref.WeakSet()
@@ -72,6 +73,8 @@ class Offloader:
             outside: what the block has not made itself. None: everything that needs no gradient counts as that. (What
                 custom functions and compiled code save needs none either, although the block has made it.)
         """
+        if tensor.is_inference():  # it counts no writes, so it may change unnoticed; and somebody else holds it
+            return Kept(tensor, where)
         root = tensor if tensor._base is None else tensor._base
         if isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad):
             return Kept(tensor, where)
@@ -89,9 +92,19 @@ class Offloader:
         """Wait for all copies and release everything. Tensors that are still in the store are lost."""
         with self._lock:
             while self._leaving:
-                self._release_oldest()
+                self._release(self._leaving.popleft()[0])
             self._drop_gone(wait=True)
             self.store.close()
+
+    def settle(self) -> None:
+        """Let go of the device's memory that no graph needs any more; for the time between two steps."""
+        with self._lock:
+            needed = [(leaving, record) for leaving, record in self._leaving if record() is not None]
+            for leaving, record in self._leaving:
+                if record() is None:
+                    self._release(leaving)
+            self._leaving = deque(needed)
+            self._drop_gone()
 
     def _pack(self, tensor: torch.Tensor, scope: str, where: str) -> Packed:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -128,12 +141,12 @@ class Offloader:
             self._refused(nbytes, f"the store has no room for {nbytes} more bytes")
             return None
         pass_ = self._pass
-        source = tensor.detach()
-        record = Record(pass_, source, nbytes, stored, where, self._forget)
+        leaving = Leaving(tensor.detach(), flat, stored.saved, nbytes)
+        record = Record(pass_, leaving, self.device.witness(tensor), nbytes, stored, where, self._forget)
         pass_.sizes.append(nbytes)
         pass_.records.append(weakref.ref(record))
         pass_.known[key] = (StorageWeakRef(storage), weakref.ref(record))
-        self._leaving.append(_Leaving(source, flat, stored.saved, nbytes, weakref.ref(record)))
+        self._leaving.append((leaving, weakref.ref(record)))
         self._bytes_leaving += nbytes
         counters = self._counters
         counters.records += 1
@@ -147,28 +160,23 @@ class Offloader:
 
     def _make_room(self, nbytes: int) -> None:
         """Let go of sources whose copies are done, and of more until `nbytes` fit into the window."""
-        while self._leaving and (self._over(self._leaving[0].saved) or self._bytes_leaving + nbytes > self._window):
-            self._release_oldest()
+        while self._leaving and (over(self._leaving[0][0].saved) or self._bytes_leaving + nbytes > self._window):
+            self._release(self._leaving.popleft()[0])
 
-    def _release_oldest(self) -> None:
-        leaving = self._leaving.popleft()
+    def _drop_read(self) -> None:
+        """Let go of the newest sources that nobody needs any more: a backward pass reads the newest first."""
+        while self._leaving and self._leaving[-1][1]() is None:
+            self._release(self._leaving.pop()[0])
+
+    def _release(self, leaving: Leaving) -> None:
         self._bytes_leaving -= leaving.nbytes
-        record = leaving.record()
         try:
             # Its memory may be used for something else only after the copy; the device waits, not the program.
             self._hold(leaving.saved)
         except StoreError as error:
             self._refused(leaving.nbytes, str(error))
-            return  # the record keeps its source
-        if record is not None:
-            record.release_source()
-
-    @staticmethod
-    def _over(event: Event) -> bool:
-        try:
-            return event.done()
-        except StoreError:
-            return True
+            leaving.kept = True  # nobody else has its bytes
+        leaving.release()
 
     def _refused(self, nbytes: int, why: str) -> None:
         self._counters.bytes_refused += nbytes
@@ -181,6 +189,7 @@ class Offloader:
     def _unpack(self, record: Record, geometry: Geometry) -> torch.Tensor:
         with self._lock, torch.no_grad():
             record.check()
+            self._drop_read()
             if record.source is not None:  # still on the device, or there for good
                 flat = self.device.flat(record.source)
                 self._counters.reads_in_place += 1
@@ -235,7 +244,8 @@ class Offloader:
             pass_.order.append(record.number)
         if pass_.forecast is None:
             return
-        pass_.forecast.asked_for(record.number)
+        if pass_.forecast.asked_for(record.number):
+            self._drop_passed_over(pass_, pass_.forecast)
         if self.prefetch:
             self._reload_ahead(pass_, pass_.forecast)
 
@@ -255,13 +265,20 @@ class Offloader:
             self._bytes_ahead += record.nbytes
             self._counters.window_in = max(self._counters.window_in, self._bytes_ahead)
 
-    def _drop_ahead(self) -> None:
+    def _drop_ahead(self, kept: Collection[int] = (), of: Pass | None = None) -> None:
+        """Let go of what was reloaded ahead of use, but for the records of one pass with the given numbers."""
         for record in list(self._ahead):
+            if record.pass_ is of and record.number in kept:
+                continue
+            self._ahead.discard(record)
             if record.ahead is not None:
                 self._hold(record.ahead.event)  # its memory is used anew only after the copy into it
                 record.ahead = None
                 self._bytes_ahead -= record.nbytes
-        self._ahead.clear()
+
+    def _drop_passed_over(self, pass_: Pass, forecast: Forecast) -> None:
+        """The order has changed: what was expected by now may come much later, and must not fill the window."""
+        self._drop_ahead(set(forecast.upcoming()), pass_)
 
     def _hold(self, event: Event) -> None:
         started = time.perf_counter()
@@ -273,6 +290,8 @@ class Offloader:
     def _forget(self, record: Record) -> None:
         """Give up a record whose last handle is gone. Runs in its destructor."""
         self.store.free(record.stored)
+        if over(record.leaving.saved):
+            record.leaving.source = record.leaving.flat = None
         if record.ahead is not None:
             self._gone.append((record.nbytes, record.ahead))
 
@@ -288,14 +307,3 @@ class Offloader:
     def _learn(self) -> None:
         if self._pass.order:
             self._orders.learn(tuple(self._pass.sizes), self._pass.order)
-
-
-@dataclass(slots=True)
-class _Leaving:
-    """A copy out of the device. Both tensors keep the memory that is copied alive."""
-
-    source: torch.Tensor
-    flat: torch.Tensor
-    saved: Event
-    nbytes: int
-    record: weakref.ref[Record]

@@ -28,6 +28,10 @@ class Outside:
 
     def has(self, tensor: torch.Tensor, device: Device) -> bool:
         """Whether a tensor lies in memory that was there before the call."""
+        if hasattr(tensor, "__tensor_flatten__"):  # a subclass that consists of other tensors
+            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
+            return bool(parts) and all(self.has(part, device) for part in parts)
         if not device.holds(tensor):
             return False
         if self._storages is None:  # most calls never get here

@@ -52,42 +52,65 @@ class Record:
         nbytes: size of the storage.
         where: what saved it, for messages.
         stored: its bytes in the store.
-        source: an alias of the tensor that is copied, until the copy is done.
+        leaving: the copy to the store; it has the source until it is done.
         ahead: the bytes on the device, reloaded before anybody asked.
         restored: the bytes on the device, until all handles have read them.
     """
 
     def __init__(
-        self, pass_: Pass, source: torch.Tensor, nbytes: int, stored: Stored, where: str, gone: Callable[[Record], None]
+        self,
+        pass_: Pass,
+        leaving: Leaving,
+        witness: torch.Tensor,
+        nbytes: int,
+        stored: Stored,
+        where: str,
+        gone: Callable[[Record], None],
     ):
         self.pass_ = pass_
         self.number = len(pass_.records)
         self.nbytes = nbytes
         self.where = where
         self.stored = stored
-        self.source: torch.Tensor | None = source
+        self.leaving = leaving
         self.ahead: Ahead | None = None
         self.restored: Restored | None = None
         self.handles = 0
-        self._version = source._version
-        self._overwritten: int | None = None
+        self._witness = witness
+        self._version = witness._version
         self._gone = gone
 
     def __del__(self) -> None:
         self._gone(self)
 
-    def release_source(self) -> None:
-        """Let go of the tensor that was copied."""
-        assert self.source is not None
-        if self.source._version != self._version:
-            self._overwritten = self.source._version
-        self.source = None
+    @property
+    def source(self) -> torch.Tensor | None:
+        """An alias of the tensor that is copied, until the copy is done."""
+        return self.leaving.source
+
+    @property
+    def intact(self) -> bool:
+        return self._witness._version == self._version
 
     def check(self) -> None:
-        """Raise as autograd would if the tensor was written to before its copy was done: the copy may be torn."""
-        present = self.source._version if self.source is not None else self._overwritten
-        if present is not None:
-            check_version(present, self._version, self.where)
+        """Raise as autograd would if the tensor was written to, whether its copy was done or not."""
+        check_version(self._witness._version, self._version, self.where)
+
+
+@dataclass(slots=True, eq=False)
+class Leaving:
+    """A copy out of the device. Both tensors keep the memory that is copied alive; None when it may go."""
+
+    source: torch.Tensor | None
+    flat: torch.Tensor | None
+    saved: Event
+    nbytes: int
+    kept: bool = False
+
+    def release(self) -> None:
+        """Let go of the memory, unless the copy has failed and nobody else has the bytes."""
+        if not self.kept:
+            self.source = self.flat = None
 
 
 @dataclass(slots=True)
@@ -123,6 +146,10 @@ class OffloadedTensor(Packed):
         self._geometry = geometry
         self._restore = restore
 
+    @property
+    def intact(self) -> bool:
+        return self._record.intact
+
     def unpack(self) -> torch.Tensor:
         return self._restore(self._record, self._geometry)
 
@@ -143,6 +170,10 @@ class OffloadedSubclass(Packed):
         self._parts = {name: pack(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         self._opaque = {name: value for name, value in values.items() if name not in self._parts}
         self._size, self._stride = tensor.size(), tensor.stride()
+
+    @property
+    def intact(self) -> bool:
+        return all(packed.intact for packed in self._parts.values())
 
     def unpack(self) -> torch.Tensor:
         inner = {name: packed.unpack() for name, packed in self._parts.items()} | self._opaque

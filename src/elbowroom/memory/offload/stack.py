@@ -62,6 +62,7 @@ class SpanStack:
         self._limit = limit
         self._smallest = slab
         self._occupied = 0
+        self._wanted = 0
 
     @property
     def allocated(self) -> int:
@@ -78,6 +79,7 @@ class SpanStack:
         """
         reserved = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         slab = self._slab_with_room(reserved, make)
+        self._wanted = max(self._wanted, self._occupied + reserved)
         if slab is None:
             return None
         span = Span(slab, slab.top, nbytes, reserved)
@@ -99,12 +101,16 @@ class SpanStack:
             spans.pop()
 
     def consolidate(self) -> bool:
-        """If nothing is in use and the slabs are several, drop them: the next one is as large as all that was needed.
+        """If nothing is in use and there should be one slab instead, drop them.
+
+        The next one is as large as all that was wanted at one time: several slabs, or a small one, leave room unused
+        that the limit allows.
 
         Returns:
             Whether slabs were dropped.
         """
-        if len(self.slabs) < 2 or any(slab.spans for slab in self.slabs):
+        short = self._wanted > self.allocated and self.allocated < self._limit
+        if not self.slabs or not (len(self.slabs) > 1 or short) or any(slab.spans for slab in self.slabs):
             return False
         self.slabs.clear()
         return True
@@ -115,7 +121,7 @@ class SpanStack:
             if slab.nbytes - slab.top >= reserved:
                 return slab
         while reserved <= (room := self._limit - self.allocated):
-            slab = Slab(min(max(reserved, self._smallest, self.peak if not self.slabs else 0), room))
+            slab = Slab(min(max(reserved, self._smallest, self._wanted if not self.slabs else 0), room))
             if make(slab):
                 self.slabs.append(slab)
                 return slab

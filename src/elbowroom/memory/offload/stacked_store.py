@@ -125,7 +125,7 @@ class StackedStore(Store):
 
 def unfinished(events: Iterable[Event]) -> list[Event]:
     """Return the copies that may still be under way."""
-    return [event for event in events if not _over(event)]
+    return [event for event in events if not over(event)]
 
 
 def wait_for(*groups: Iterable[Event]) -> None:
@@ -135,7 +135,7 @@ def wait_for(*groups: Iterable[Event]) -> None:
             event.wait()
 
 
-def _over(event: Event) -> bool:
+def over(event: Event) -> bool:
     """Whether a copy has ended, well or not."""
     try:
         return event.done()

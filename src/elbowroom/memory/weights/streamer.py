@@ -202,6 +202,10 @@ class _Weight(Packed):
         self._parameter = unit.parameters[unit.part_at(geometry.start).parameter]
         self._version = self._parameter._version
 
+    @property
+    def intact(self) -> bool:
+        return self._parameter._version == self._version
+
     def unpack(self) -> torch.Tensor:
         check_version(self._parameter._version, self._version, f"the weight of {self.unit.name!r}")
         return self._streamer.read(self.unit, self.geometry)
@@ -217,6 +221,10 @@ class _CastWeight(Packed):
         self._dtype = dtype
         self._geometry = geometry
         self._device = device
+
+    @property
+    def intact(self) -> bool:
+        return self._weight.intact
 
     def unpack(self) -> torch.Tensor:
         with torch.no_grad():
