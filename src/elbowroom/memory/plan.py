@@ -134,6 +134,19 @@ class BlockPlan:
         return "offload" in self.treatments or self.boundary == "offload"
 
 
+def _check_store_settings(settings: OffloadSettings | WeightSettings) -> None:
+    if settings.store not in (None, *get_args(StoreKind)):
+        raise ValueError(f"there is no store {settings.store!r}")
+    if settings.path is not None and not isinstance(settings.path, str):
+        raise ValueError(f"'path' must be text, not {settings.path!r}")
+    if settings.window is not None and not _is_size(settings.window):
+        raise ValueError(f"'window' must be a number of bytes, not {settings.window!r}")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
 @dataclass(frozen=True)
 class OffloadSettings:
     """How offloaded tensors are stored and moved.
@@ -332,19 +345,6 @@ class Plan:
             _settings_from_json(WeightSettings, "weights", document.get("weights", {})),
             tuple(map(str, notes)),
         )
-
-
-def _check_store_settings(settings: OffloadSettings | WeightSettings) -> None:
-    if settings.store not in (None, *get_args(StoreKind)):
-        raise ValueError(f"there is no store {settings.store!r}")
-    if settings.path is not None and not isinstance(settings.path, str):
-        raise ValueError(f"'path' must be text, not {settings.path!r}")
-    if settings.window is not None and not _is_size(settings.window):
-        raise ValueError(f"'window' must be a number of bytes, not {settings.window!r}")
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _enclosed(group: Sequence[BlockPlan], cells_: Sequence[str], narrow: bool) -> str:
