@@ -132,12 +132,38 @@ def test_an_error_on_demand_is_the_callers(at_work):
 
 def test_orders_are_remembered_for_each_kind_of_pass():
     orders = Orders()
-    orders.learn([1, 2, 3], [2, 1, 0])
-    orders.learn([1, 2], [1, 0])
-    assert orders.known([1, 2, 3]) == (2, 1, 0) and orders.known([1, 2]) == (1, 0) and orders.known([1]) is None
+    orders.learn((1, 2, 3), [2, 1, 0])
+    orders.learn((1, 2), [1, 0])
+    assert (
+        orders.known(
+            (
+                1,
+                2,
+                3,
+            )
+        )
+        == (2, 1, 0)
+        and orders.known(
+            (
+                1,
+                2,
+            )
+        )
+        == (1, 0)
+        and orders.known((1,)) is None
+    )
     for size in range(REMEMBERED):
-        orders.learn([size, 9], [0])
-    assert orders.known([1, 2, 3]) is None, "the oldest is forgotten"
+        orders.learn((size, 9), [0])
+    assert (
+        orders.known(
+            (
+                1,
+                2,
+                3,
+            )
+        )
+        is None
+    ), "the oldest is forgotten"
 
 
 def test_an_order_that_changes_leaves_nothing_in_the_window():

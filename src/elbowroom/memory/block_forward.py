@@ -15,6 +15,9 @@ from elbowroom.memory.kept import keep
 from elbowroom.memory.plan import BlockPlan, Scope, Treatment
 from elbowroom.memory.scope_calls import ActiveBlocks, Pack, Packed
 
+Visiting = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes of a forward a call during which streamed weights are on the device."""
+
 
 class Treats(Protocol):
     """What gives calls their treatment: the handle.
@@ -51,7 +54,7 @@ class BlockForward(Installed):
         module: nn.Module,
         block: BlockPlan,
         position: int,
-        visiting: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+        visiting: Visiting | None,
     ):
         super().__init__(f"block {block.name!r}", module)
         self.block = block
@@ -69,7 +72,9 @@ class BlockForward(Installed):
             if block.apart(scope):
                 treatment = getattr(block.treatments, scope)
                 names = getattr(block.modules, scope)
-                self._scopes += [ScopeForward(handle, module, block, scope, treatment, name) for name in names]
+                self._scopes += [
+                    ScopeForward(handle, module, block, scope, treatment, name, visiting) for name in names
+                ]
 
     def install(self) -> None:
         self._install()
@@ -122,7 +127,14 @@ class ScopeForward(Installed):
     """Takes the place of the forward of a module that is (part of) a scope with a treatment of its own."""
 
     def __init__(
-        self, handle: Treats, block: nn.Module, plan: BlockPlan, scope: Scope, treatment: Treatment, path: str
+        self,
+        handle: Treats,
+        block: nn.Module,
+        plan: BlockPlan,
+        scope: Scope,
+        treatment: Treatment,
+        path: str,
+        visiting: Visiting | None,
     ):
         where = f"the {scope.replace('_', '-')} {path!r} of block {plan.name!r}"
         super().__init__(where, block.get_submodule(path))
@@ -132,6 +144,7 @@ class ScopeForward(Installed):
         elif treatment == "offload":
             self.pack = partial(handle.pack, scope, where, block)
         self._block = block
+        self._visiting = visiting
         self._kernel = KeptKernel(where, self.module) if scope == "attention" and plan.keep_kernel else None
         self._active = handle.active
         self._path = path.split(".")
@@ -144,6 +157,8 @@ class ScopeForward(Installed):
         super().install()
         if self._kernel is not None:
             self.original = with_kept_kernel(self.original, self._kernel, self._active)
+        if self._visiting is not None:  # it may be replayed without its block
+            self.original = self._visiting(self.original)
 
     def follow(self) -> None:
         module = self._block

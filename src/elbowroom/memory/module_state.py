@@ -22,6 +22,9 @@ Settings = list[dict[str, Any]]
 ObjectStates = list[tuple[Any, dict[str, Any]]]
 """Objects, each with a copy of its attributes that are plain values."""
 
+HOME = "_elbowroom_home"
+"""Attribute of a streamed weight's copy on the device: the parameter that it is a copy of."""
+
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _LOOKED_AT = _PLAIN | {torch.Tensor}
 _CONTAINERS = frozenset({list, tuple, dict})
@@ -48,14 +51,18 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def tensor_states(modules: Sequence[nn.Module]) -> TensorStates:
-    """Return identity and version of every parameter and buffer that the modules hold themselves."""
-    return [
-        (tensor, version_of(tensor))
+    """Return identity and version of every parameter and buffer that the modules hold themselves.
+
+    For a copy of a streamed weight, its home stands: the next call will see another copy of the same.
+    """
+    tensors = [
+        getattr(tensor, HOME, tensor)
         for module in modules
         for held in (module._parameters, module._buffers)
         for tensor in held.values()
         if tensor is not None
     ]
+    return [(tensor, version_of(tensor)) for tensor in tensors]
 
 
 def same_tensors(one: TensorStates, other: TensorStates) -> bool:

@@ -32,6 +32,12 @@ class Rest:
         """Move what lies elsewhere to a device; cheap if nothing does."""
         if all(tensor.device.type == device.type for tensor in self._tensors()):
             return
+        for module, name, parameter in self._holders:
+            if module._parameters.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{name!r} of a {type(module).__name__} was replaced after `apply`, which streams the one before; "
+                    "replace parameters before `apply`, or after `handle.remove()`"
+                )
         for module, name, _ in self._holders:
             module._parameters[name] = None  # in its place: the order of names stays
         try:

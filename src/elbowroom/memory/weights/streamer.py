@@ -12,6 +12,7 @@ import torch
 from elbowroom.memory.counters import Counters
 from elbowroom.memory.devices.base import Device, Geometry
 from elbowroom.memory.kept import Kept, check_version
+from elbowroom.memory.module_state import HOME
 from elbowroom.memory.offload.records import OffloadedSubclass
 from elbowroom.memory.scope_calls import Pack, Packed
 from elbowroom.memory.weights.arrivals import Arrival, Arrivals
@@ -171,6 +172,7 @@ class Streamer:
             if parameter.requires_grad and torch.is_grad_enabled():
                 weight = self.handle_of(copies[number])
                 copies[number] = arrived(parameter, copies[number], self._gradients, weight)
+            setattr(copies[number], HOME, parameter)
         return copies
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -110,6 +111,7 @@ def find_units(base: nn.Module, names: Sequence[str], trainable: bool) -> tuple[
             if parameter is not None:
                 places.setdefault(id(parameter), []).append(module)
     overlapping = _overlapping(base)
+    owners = Counter(id(module) for name in names for module in modules_of(modules[name]))
     units: list[Unit] = []
     tied: dict[str, int] = {}
     for name in names:
@@ -120,7 +122,9 @@ def find_units(base: nn.Module, names: Sequence[str], trainable: bool) -> tuple[
             for attribute, parameter in module._parameters.items():
                 if parameter is None or (parameter.requires_grad and not trainable) or parameter.nbytes == 0:
                     continue
-                if id(parameter) in overlapping or any(id(place) not in known for place in places[id(parameter)]):
+                if id(parameter) in overlapping or any(
+                    id(place) not in known or owners[id(place)] > 1 for place in places[id(parameter)]
+                ):
                     tied[f"{name}: {attribute}"] = parameter.nbytes
                     continue
                 holders.append((module, attribute))
