@@ -43,7 +43,9 @@ class Handle:
         self._offloaders: dict[torch.device, Offloader | None] = {}
         self._lock = threading.Lock()  # several threads may call the model
         self._prefetch: bool | None = plan.offload.prefetch
-        self._streamer = open_streamer(base, plan, device, self._counters) if plan.streamed else None
+        self._streamer = (
+            open_streamer(base, plan, device, self._counters) if plan.streamed or device is not None else None
+        )
         self._weights_first: Callable[[Pack], Pack] = _same if self._streamer is None else self._streamer.first
         self._installed: list[Installed] = []
         try:
