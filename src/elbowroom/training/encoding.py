@@ -14,6 +14,7 @@ from elbowroom.training.data.cache import TensorCache
 from elbowroom.training.data.images import fit, load_image, to_tensor
 from elbowroom.training.data.scan import Sample
 from elbowroom.training.pipeline import PipelineFolder
+from elbowroom.training.placement import Placement
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being encoded, how much is done, and how much there is."""
@@ -69,7 +70,7 @@ def encode_captions(
     *,
     max_sequence_length: int,
     dtype: torch.dtype,
-    device: torch.device,
+    placement: Placement,
     progress: Progress,
 ) -> dict[str, str]:
     """Make sure that every caption is in the cache, and return the key of each."""
@@ -85,7 +86,7 @@ def encode_captions(
     keys = {caption: cache.key(caption=caption, **settings) for caption in captions}
     missing = [caption for caption, key in keys.items() if cache.get(key) is None]
     if missing:
-        pipeline = folder.load(components, dtype, device)
+        pipeline = folder.load(components, dtype, placement)
         for done, caption in enumerate(missing):
             progress("captions", done, len(missing))
             # One at a time: what is stored must not depend on which other captions there are.
@@ -105,7 +106,7 @@ def encode_samples(
     cache: TensorCache,
     *,
     dtype: torch.dtype,
-    device: torch.device,
+    placement: Placement,
     progress: Progress,
 ) -> tuple[str, ...]:
     """Make sure that the latents of every sample are in the cache, and return their keys in order."""
@@ -116,13 +117,13 @@ def encode_samples(
     ]
     missing = [index for index, key in enumerate(keys) if cache.get(key) is None]
     if missing:
-        vae = folder.load_vae(dtype, device)
+        vae = folder.load_vae(dtype, placement)
         for done, index in enumerate(missing):
             progress("pictures", done, len(missing))
             sample, bucket = samples[index], buckets[index]
             pixels = to_tensor(fit(load_image(sample.path), bucket.width, bucket.height))
             with torch.no_grad():
-                mean, deviation = folder.family.encode_pixels(vae, pixels[None].to(device, dtype))
+                mean, deviation = folder.family.encode_pixels(vae, pixels[None].to(placement.device, dtype))
             cache.put(keys[index], {"mean": mean, "deviation": deviation}, sample.relative)
         progress("pictures", len(missing), len(missing))
         del vae

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from elbowroom.api import schedule
+from elbowroom.api import schedule, schedule_component
 from elbowroom.memory import Plan, store_kind
+from elbowroom.memory.controls import ControlsError
+from elbowroom.memory.devices import free_device_bytes
+from elbowroom.memory.weights.opening import weight_store_kind
 from elbowroom.options.definition import all_options
 from elbowroom.options.reading import Resolved
 from elbowroom.training.checkpoints import Checkpoint, CheckpointFolder, SkippedCheckpoint
@@ -21,6 +24,7 @@ from elbowroom.training.data.summary import Summary, summarize
 from elbowroom.training.devices import device_named
 from elbowroom.training.lora import add_lora
 from elbowroom.training.pipeline import ModelError, PipelineFolder
+from elbowroom.training.placement import Placement
 from elbowroom.training.resume import Setup, check_setup, setup_of
 from elbowroom.training.run_folder import RunFolder, RunFolderError
 
@@ -39,6 +43,7 @@ class Job:
         lora_targets, max_sequence_length: as in the options, or the family's defaults.
         trainable, total: numbers of parameters of the denoiser, with the LoRA.
         run: where output goes.
+        placement: where the pipeline's models compute.
         setup: what checkpoints remember of the options, the data and the model.
         resume: the checkpoint to go on from, or None.
         skipped_checkpoints: newer checkpoints that can't be used.
@@ -60,6 +65,7 @@ class Job:
     trainable: int
     total: int
     run: RunFolder
+    placement: Placement
     setup: Setup
     resume: Checkpoint | None
     skipped_checkpoints: tuple[SkippedCheckpoint, ...]
@@ -68,6 +74,13 @@ class Job:
     @property
     def is_lora(self) -> bool:
         return self.resolved.options.training_type == "lora"
+
+    @property
+    def maps_weights(self) -> bool:
+        """Whether the frozen weights are streamed from the model's own files, and so never loaded as a whole."""
+        if not self.plan.streamed or not self.is_lora:
+            return False
+        return weight_store_kind(self.plan.weights, on_cpu=self.device.type == "cpu") == "disk"
 
     @property
     def validation_guidance(self) -> float:
@@ -92,7 +105,9 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
     device = device_named(options.device)
     resolved.check_family(folder.family.name)
 
-    denoiser = folder.meta_denoiser()
+    lora = options.training_type == "lora"
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    denoiser = folder.meta_denoiser(dtype if lora else torch.float32)
     pixel_step = folder.family.pixel_step(folder.vae_config(), denoiser)
     if options.resolution % pixel_step:
         below = options.resolution // pixel_step * pixel_step
@@ -102,12 +117,12 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         )
     _check_guidance(resolved, denoiser)
     targets = options.lora_targets or folder.family.lora_targets
-    if options.training_type == "lora":
+    if lora:
+        denoiser.requires_grad_(False)
         add_lora(denoiser, rank=options.rank, alpha=options.alpha or options.rank, targets=targets, seed=options.seed)
     run = RunFolder(options.run_folder)
-    plan = schedule(denoiser, options.controls())
-    if plan.offloads:
-        plan = _with_store(plan, device, run)
+    placement = Placement(device, options.controls(), run.path)
+    plan = _planned(denoiser, folder, placement)
     if run.path.resolve() == options.cache_folder.resolve():
         raise RunFolderError(
             f"{run.path} would be the folder of the run and of the cache; give the run another name "
@@ -163,7 +178,7 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         resolved=resolved,
         folder=folder,
         device=device,
-        dtype=torch.bfloat16 if options.precision == "bf16" else torch.float32,
+        dtype=dtype,
         data=data,
         buckets=buckets,
         summary=summary,
@@ -175,6 +190,7 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         trainable=_count(denoiser, trainable_only=True),
         total=_count(denoiser),
         run=run,
+        placement=placement,
         setup=setup,
         resume=resume,
         skipped_checkpoints=checkpoints.problems,
@@ -182,14 +198,23 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
     )
 
 
-def _with_store(plan: Plan, device: torch.device, run: RunFolder) -> Plan:
-    """Settle what a plan leaves open about the store. A disk store is in the run folder if nobody says otherwise.
+def _planned(denoiser: nn.Module, folder: PipelineFolder, placement: Placement) -> Plan:
+    """Return the memory plan, with what it leaves open settled: disk stores are in the run folder.
 
     Raises:
-        ValueError: the store makes no sense on this device.
+        ValueError: an option would have no effect, or a store makes no sense on this device.
     """
-    if store_kind(plan.offload, on_cpu=device.type == "cpu") == "disk" and plan.offload.path is None:
-        return replace(plan, offload=replace(plan.offload, path=str(run.path.absolute())))
+    controls, on_cpu = placement.controls, placement.device.type == "cpu"
+    assert controls is not None and placement.folder is not None
+    plan = schedule(denoiser, controls, free_bytes=free_device_bytes(placement.device))
+    if plan.offloads and store_kind(plan.offload, on_cpu=on_cpu) == "disk" and plan.offload.path is None:
+        plan = replace(plan, offload=replace(plan.offload, path=str(placement.folder.absolute())))
+    if controls.streams_anything:
+        plan = placement.with_folder(plan)
+    if controls.ramtorch_vae:
+        schedule_component(folder.vae_config(), controls, "vae")
+    if controls.ramtorch_controlnet:
+        raise ControlsError("ramtorch_controlnet", "has no effect, for this run has no ControlNet; leave it out")
     return plan
 
 

@@ -77,7 +77,7 @@ def _encode(job: Job, display: Display) -> Encoded:
     options = job.resolved.options
     cache = TensorCache(options.cache_folder)
     captions = {sample.caption for sample in job.data.samples} | set(options.validation_prompts) | {EMPTY_CAPTION}
-    place: dict[str, Any] = {"dtype": job.dtype, "device": job.device, "progress": display.progress}
+    place: dict[str, Any] = {"dtype": job.dtype, "placement": job.placement, "progress": display.progress}
     return Encoded(
         cache,
         encode_captions(job.folder, sorted(captions), cache, max_sequence_length=job.max_sequence_length, **place),
@@ -129,11 +129,12 @@ class Run:
 
     def __enter__(self) -> Run:
         job = self.job
-        self._resume()
         if job.plan.takes_effect:
-            self.handle = apply(self.denoiser, job.plan)
+            # Before the optimizer's state is loaded, which goes to where its parameters are.
+            self.handle = apply(self.denoiser, job.plan, device=job.device if job.plan.streamed else None)
             if job.plan.offloads and job.plan.offload.prefetch is None:
                 self.prefetch = PrefetchTuner(self.handle, job.run.prefetch, self.denoiser, self.display.say)
+        self._resume()
         if job.resolved.options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -312,7 +313,8 @@ class Run:
     def _load_denoiser(self) -> Any:
         job, options = self.job, self.job.resolved.options
         # A full fine-tune keeps its weights in float32: steps of the optimizer are too small for bfloat16's digits.
-        denoiser = job.folder.load_denoiser(job.dtype if job.is_lora else torch.float32)
+        dtype = job.dtype if job.is_lora else torch.float32
+        denoiser = job.folder.map_denoiser(dtype) if job.maps_weights else job.folder.load_denoiser(dtype)
         if job.is_lora:
             add_lora(
                 denoiser,
@@ -323,7 +325,7 @@ class Run:
             )
         else:
             denoiser.requires_grad_(True)
-        return denoiser.to(job.device)
+        return denoiser if job.plan.streamed else denoiser.to(job.device)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -402,7 +404,7 @@ class Run:
             inference_steps=request.inference_steps,
             guidance=request.guidance,
             dtype=job.dtype,
-            device=job.device,
+            placement=job.placement,
             progress=self.display.progress,
         )
         folder = self.samples.save(self.step, pictures, request)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 
 from elbowroom.families import Family, family_of_pipeline
+from elbowroom.memory.weights.mapped import map_weights
+from elbowroom.training.placement import Placement
 
 # Diffusers exports its classes lazily and by name, which type checkers can not follow.
 diffusers: Any = importlib.import_module("diffusers")
@@ -77,17 +82,23 @@ class PipelineFolder:
         """The Diffusers class of the pipeline."""
         return getattr(diffusers, self.family.pipeline_class)
 
-    def load(self, wanted: Sequence[str], dtype: torch.dtype, device: torch.device, **given: Any) -> Any:
+    def load(self, wanted: Sequence[str], dtype: torch.dtype, placement: Placement, **given: Any) -> Any:
         """Return a pipeline with the components in `wanted` loaded, those in `given` as they are, and no others."""
         absent = {name: None for name in self.components if name not in wanted and name not in given}
         pipeline = self.pipeline_class.from_pretrained(str(self.path), dtype=dtype, **absent, **given)
         pipeline.set_progress_bar_config(disable=True)
-        return pipeline.to(device)
+        for name in wanted:
+            component = getattr(pipeline, name)
+            if isinstance(component, nn.Module):
+                placement.place(name, component)
+        return pipeline
 
-    def load_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def load_vae(self, dtype: torch.dtype, placement: Placement) -> Any:
         """Return the autoencoder, without gradients."""
         vae = diffusers.AutoencoderKL.from_pretrained(str(self.path), subfolder="vae", dtype=dtype)
-        return vae.to(device).eval().requires_grad_(False)
+        vae.eval().requires_grad_(False)
+        placement.place("vae", vae)
+        return vae
 
     def load_scheduler(self) -> Any:
         """Return the scheduler that the pipeline samples with."""
@@ -97,11 +108,42 @@ class PipelineFolder:
         """Return the model that is trained, with its weights (those in the folder `at`, if given), on the CPU."""
         return self._denoiser_class.from_pretrained(str(at or self.path), subfolder=self.family.denoiser, dtype=dtype)
 
-    def meta_denoiser(self) -> nn.Module:
+    def map_denoiser(self, dtype: torch.dtype) -> Any:
+        """Return the model that is trained as it lies in its files, which are not read; it needs no gradients.
+
+        Files in another number format have to be converted, so they are loaded.
+        """
+        kind = self._denoiser_class
+        with init_empty_weights(include_buffers=False), _default_dtype(dtype):
+            denoiser = kind.from_config(kind.load_config(str(self.path / self.family.denoiser)))
+        denoiser.to(dtype)
+        try:
+            missing = map_weights(denoiser, self._weight_files(self.family.denoiser))
+        except (OSError, ValueError):
+            missing = [self.family.denoiser]
+        if missing:
+            return self.load_denoiser(dtype)
+        precise = kind._keep_in_fp32_modules or ()
+        for name, parameter in denoiser.named_parameters():
+            if set(precise) & set(name.split(".")):
+                parameter.data = parameter.data.float()
+        denoiser.register_to_config(_name_or_path=str(self.path))
+        return denoiser.eval()
+
+    def meta_denoiser(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return the model that is trained on the meta device: all shapes, no memory."""
         config = self._denoiser_class.load_config(str(self.path / self.family.denoiser))
         with torch.device("meta"):
-            return self._denoiser_class.from_config(config)
+            return self._denoiser_class.from_config(config).to(dtype)
+
+    def _weight_files(self, component: str) -> list[Path]:
+        """Return the safetensors files of a component: those that the index names, or the only one."""
+        folder = self.path / component
+        index = folder / "diffusion_pytorch_model.safetensors.index.json"
+        if not index.is_file():
+            return [folder / "diffusion_pytorch_model.safetensors"]
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
 
     def vae_config(self) -> Any:
         """Return the autoencoder on the meta device, for its configuration."""
@@ -129,6 +171,16 @@ class PipelineFolder:
                         stream.seek(max(_WHOLE_FILE_BYTES, size - _WHOLE_FILE_BYTES))
                         digest.update(stream.read())
         return digest.hexdigest()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _downloaded(model: str, *, weights: bool) -> Path:

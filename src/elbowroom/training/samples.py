@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from elbowroom.families import Conditioning
 from elbowroom.training.files import written_aside
 from elbowroom.training.pipeline import PipelineFolder
+from elbowroom.training.placement import Placement
 
 # In pixels, of a sheet of pictures.
 _MARGIN = 8
@@ -32,7 +33,7 @@ def draw_prompts(
     inference_steps: int,
     guidance: float,
     dtype: torch.dtype,
-    device: torch.device,
+    placement: Placement,
     progress: Callable[[str, int, int], None],
 ) -> list[Image.Image]:
     """Draw one picture per conditioning with the pipeline's own sampler; training is not disturbed.
@@ -40,9 +41,10 @@ def draw_prompts(
     The pictures depend on the weights, the seed and the settings alone: the noise of picture i comes from a CPU
     generator with seed `seed + i`, and the global random state is put back afterwards.
     """
+    device = placement.device
     was_training = denoiser.training
     denoiser.eval()
-    pipeline = folder.load(["vae", "scheduler"], dtype, device, **{folder.family.denoiser: denoiser})
+    pipeline = folder.load(["vae", "scheduler"], dtype, placement, **{folder.family.denoiser: denoiser})
     pictures = []
     autocast = torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else nullcontext()
     devices = [] if device.type == "cpu" else [device]

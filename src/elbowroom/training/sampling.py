@@ -14,6 +14,7 @@ from elbowroom.options.reading import Resolved, read
 from elbowroom.training.devices import device_named, make_current
 from elbowroom.training.lora import FILE_NAMES
 from elbowroom.training.pipeline import PipelineFolder
+from elbowroom.training.placement import Placement
 from elbowroom.training.run_folder import RunFolder
 from elbowroom.training.samples import save_picture
 
@@ -78,10 +79,11 @@ def _pipeline(folder: PipelineFolder, request: Request, trained: Resolved | None
         if trained.options.training_type == "full":
             if not result.is_dir():
                 raise ValueError(_unfinished(request.source))
-            given[folder.family.denoiser] = folder.load_denoiser(dtype, at=result)
+            given[folder.family.denoiser] = folder.load_denoiser(dtype, at=result).to(device)
         else:
             lora = lora or result
-    pipeline = folder.load(folder.components, dtype, device, **given)
+    wanted = [name for name in folder.components if name not in given]
+    pipeline = folder.load(wanted, dtype, Placement(device), **given)
     if lora is not None:
         file = lora / FILE_NAMES["diffusers"] if lora.is_dir() else lora
         if not file.is_file():

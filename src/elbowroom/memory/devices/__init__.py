@@ -24,10 +24,10 @@ def device_for(device: torch.device) -> Device:
     return own(device) if own is not None else Accelerator(device)
 
 
-def free_device_bytes() -> int:
-    """Return the bytes that are free on this machine's accelerator, or in host memory if there is none."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+def free_device_bytes(device: torch.device | None = None) -> int:
+    """Return the bytes that are free on a device; None is this machine's accelerator, or the CPU if there is none."""
+    device = device or torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type == "cpu":
         return free_host_bytes()
-    free, _ = torch.get_device_module(accelerator).mem_get_info()
+    free, _ = torch.get_device_module(device).mem_get_info()
     return free
