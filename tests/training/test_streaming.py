@@ -70,12 +70,12 @@ def test_the_strip_shows_what_is_streamed(basics):
 
 @pytest.mark.parametrize("training_type", ["lora", "full"])
 def test_a_full_fine_tune_and_resuming(training_type, basics):
-    options = basics("flux", "run") | {"training_type": training_type, "validation_prompts": "", "checkpoint_steps": 2}
+    options = basics("flux", "run") | {"training_type": training_type, "checkpoint_steps": 2}
     plain, _, _ = run(**options | {"name": "plain", "steps": 5})
     streamed = {"weight_streaming": "60%", "gradient_checkpointing": True}
     run(**options | {"steps": 2}, **streamed)
     resumed, _, printed = run(**options | {"steps": 5}, **streamed)
-    assert "resum" in printed.lower() or resumed.resume is not None
+    assert resumed.resume is not None and "weights: " in printed
     assert weights(resumed.run.path) == weights(plain.run.path)
 
 
@@ -86,9 +86,9 @@ def test_encoders_are_streamed_while_they_are_used(basics):
         ramtorch_disable_extensions=False,
     )  # fmt: skip
     assert weights(streamed.run.path) == weights(plain.run.path)
-    for name in ("samples/000000/0.png", "samples/000003/0.png"):
-        found = [path for path in plain.run.path.glob("samples/**/*.png")]
-        assert found and name
+    drawn = sorted(path.relative_to(plain.run.path) for path in plain.run.samples.rglob("*.png"))
+    assert drawn
+    assert all((plain.run.path / path).read_bytes() == (streamed.run.path / path).read_bytes() for path in drawn)
 
 
 def test_the_same_model_is_mapped_as_is_loaded(flux_folder, sd3_folder):
@@ -116,9 +116,9 @@ def test_the_same_model_is_mapped_as_is_loaded(flux_folder, sd3_folder):
         ({"musubi_block_swap_device": "cuda:1", "musubi_blocks_to_swap": 1}, "musubi_block_swap_device"),
         ({"weight_streaming": "50%", "ramtorch": True}, "both say what is streamed"),
         ({"weight_streaming": "50%", "weight_store": "pinned"}, "weight_store: 'pinned' is host memory"),
-        ({"weight_store": "disk"}, "weight_store: has no effect without weight_streaming"),
-        ({"weight_window": "1MiB"}, "weight_window: has no effect without weight_streaming"),
-        ({"ramtorch_target_modules": "x"}, "ramtorch_target_modules: has no effect without ramtorch"),
+        ({"weight_store": "disk"}, r"weight_store .*: has no effect without weight_streaming"),
+        ({"weight_window": "1MiB"}, r"weight_window .*: has no effect without weight_streaming"),
+        ({"ramtorch_target_modules": "x"}, r"ramtorch_target_modules .*: has no effect without ramtorch"),
         ({"ramtorch": True, "ramtorch_target_modules": "x"}, "'x' matches no layer"),
         ({"ramtorch": True, "musubi_blocks_to_swap": 1}, "both stream single_transformer_blocks.2"),
         ({"ramtorch_controlnet": True}, "this run has no ControlNet"),
