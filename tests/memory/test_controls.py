@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import elbowroom
 from elbowroom import Controls, ControlsError, Plan
@@ -19,6 +20,7 @@ from tests.support.models import assert_identical, flux, flux_inputs, sd3, step
 
 CHECKPOINTED = {"gradient_checkpointing": True}
 OFFLOADED = {"activation_offload": ("attention",)}
+STREAMED = {"weight_streaming": "100%", "weight_window": 1}
 
 
 @pytest.mark.parametrize(
@@ -188,15 +190,46 @@ COUNTED: dict[str, tuple[dict[str, Any], Any]] = {
         {**OFFLOADED, "activation_window": 20_000},
         lambda counters: 0 < counters.window_out <= 20_000 and counters.bytes_reloaded > 0,
     ),
+    "weight_streaming": (STREAMED, lambda counters: counters.weight_fetches == 2 * 5 - 1),
+    "weight_store": ({**STREAMED, "weight_store": "disk"}, lambda counters: counters.weight_bytes_in > 0),
+    "weight_store_path": ({**STREAMED, "weight_store_path": True}, lambda counters: counters.weight_bytes_in > 0),
+    "weight_window": (
+        {**STREAMED, "weight_window": 1 << 20},
+        lambda counters: counters.weight_fetches == 5 and counters.weight_window == counters.weights_streamed,
+    ),
+    "ramtorch": ({"ramtorch": True}, lambda counters: counters.weight_fetches > 5),
+    "ramtorch_target_modules": (
+        {"ramtorch": True, "ramtorch_target_modules": ("*.to_q",)},
+        lambda counters: counters.weight_bytes_in > 0 and counters.weights_streamed == 5 * 4 * 33 * 32,
+    ),
+    "ramtorch_transformer_percent": (
+        {"ramtorch": True, "ramtorch_transformer_percent": 30},
+        lambda counters: counters.weight_bytes_in > 0 and 0.28 < counters.weights_streamed / LINEAR_BYTES < 0.32,
+    ),
+    "ramtorch_disable_extensions": (
+        {"ramtorch": True, "ramtorch_disable_extensions": False},
+        lambda counters: counters.weight_bytes_in > 0 and counters.weights_streamed > LINEAR_BYTES,
+    ),
+    "musubi_blocks_to_swap": ({"musubi_blocks_to_swap": 2}, lambda counters: counters.weight_fetches == 2),
 }
+
+LINEAR_BYTES = sum(
+    sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+    for name, module in flux().named_modules()
+    if isinstance(module, nn.Linear) and name != "time_text_embed.timestep_embedder.linear_1"  # has the first weight
+)
 
 
 def test_every_option_is_counted():
-    """…but the one that is accepted for old configurations, of which `test_old_configurations` knows."""
+    """…but those of other models than the trained one (`tests/training/test_streaming.py`), and old spellings."""
     import dataclasses
 
     names = {control.name for control in dataclasses.fields(Controls)}
-    assert set(COUNTED) == names - {"gradient_checkpointing_offload_pin_memory_max_buckets"}
+    others = {
+        name for name in names if name.startswith(("ramtorch_text_encoder", "ramtorch_vae", "ramtorch_controlnet"))
+    }
+    spellings = {"gradient_checkpointing_offload_pin_memory_max_buckets", "musubi_block_swap_device"}
+    assert set(COUNTED) == names - others - spellings
 
 
 @pytest.mark.filterwarnings("ignore:saved tensors stay")
@@ -214,7 +247,7 @@ def test_each_option_moves_its_counter(option, tmp_path):
         for _ in range(2 if "prefetch" in option else 1):
             assert_identical(expected[1], step(model, flux_inputs())[1])
         assert moved(handle.report().counters), handle.report()
-        if option == "activation_store_path":
+        if option.endswith("path"):
             assert (tmp_path / "store").is_dir()
 
 
