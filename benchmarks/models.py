@@ -35,15 +35,24 @@ def build_sd3(width: int, layers: int, side: int) -> SD3Transformer2DModel:
     )  # fmt: skip
 
 
-def flux_inputs(tokens: int) -> dict[str, torch.Tensor]:
+def flux_inputs(
+    tokens: int, *, channels: int = 16, joint: int = 64, pooled: int = 32, text: int = TEXT_TOKENS
+) -> dict[str, torch.Tensor]:
+    """Return inputs for a Flux with these widths of its embedders.
+
+    Args:
+        tokens: of the picture.
+        channels, joint, pooled: the model's `in_channels`, `joint_attention_dim` and `pooled_projection_dim`.
+        text: tokens of the text.
+    """
     generator = torch.Generator().manual_seed(1)
     return {
-        "hidden_states": torch.randn(1, tokens, 16, generator=generator),
-        "encoder_hidden_states": torch.randn(1, TEXT_TOKENS, 64, generator=generator),
-        "pooled_projections": torch.randn(1, 32, generator=generator),
+        "hidden_states": torch.randn(1, tokens, channels, generator=generator),
+        "encoder_hidden_states": torch.randn(1, text, joint, generator=generator),
+        "pooled_projections": torch.randn(1, pooled, generator=generator),
         "timestep": torch.tensor([0.5]),
         "img_ids": torch.randint(0, 32, (tokens, 3), generator=generator).float(),
-        "txt_ids": torch.zeros(TEXT_TOKENS, 3),
+        "txt_ids": torch.zeros(text, 3),
     }
 
 
