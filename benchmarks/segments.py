@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
@@ -21,32 +23,35 @@ from rich.table import Table
 import elbowroom
 from counting import median_seconds, peak_bytes
 from models import build_flux, flux_inputs, step
+from peers import diffusers_checkpointing
 
 BASELINE = "Diffusers' checkpointing"
+
+Way = Callable[[], AbstractContextManager[Any]]
 
 
 def build_model() -> FluxTransformer2DModel:
     return build_flux(width=512, double=4, single=8)
 
 
-def rows(inputs: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
-    """Return the step of each row of the table; each has a model of its own."""
-    steps: dict[str, Callable[[], None]] = {"no checkpointing": partial(step, build_model(), inputs)}
-    diffusers_model = build_model()
-    diffusers_model.enable_gradient_checkpointing()
-    steps[BASELINE] = partial(step, diffusers_model, inputs)
+def rows(model: FluxTransformer2DModel) -> dict[str, Way]:
+    """Return for each row of the table a context in which the model is trained that way."""
+    ways: dict[str, Way] = {"no checkpointing": nullcontext, BASELINE: partial(diffusers_checkpointing, model)}
     for interval, stride in ((1, None), (2, None), (4, None), (1, 4), (2, 4)):
         controls = elbowroom.Controls(
             gradient_checkpointing=True,
             gradient_checkpointing_interval=interval,
             gradient_checkpointing_segment_stride=stride,
         )
-        model = build_model()
         plan = elbowroom.schedule(model, controls)
-        elbowroom.apply(model, plan)
         name = f"interval {interval}" + (f", stride {stride}" if stride else "")
-        steps[f"{name}  {plan.strip()}"] = partial(step, model, inputs)
-    return steps
+        ways[f"{name}  {plan.strip()}"] = partial(elbowroom.apply, model, plan)
+    return ways
+
+
+def peak_of(way: Way, run: Callable[[], None]) -> int:
+    with way():
+        return peak_bytes(run)
 
 
 def main() -> None:
@@ -56,11 +61,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1, the least noisy)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    steps = rows(flux_inputs(arguments.tokens))
-    seconds = median_seconds(steps, arguments.rounds)
-    peaks = {name: peak_bytes(run) for name, run in steps.items()}
+    # One model for all rows: where its weights lie in memory is felt in the time of a step.
+    model = build_model()
+    run = partial(step, model, flux_inputs(arguments.tokens))
+    ways = rows(model)
+    run()
+    peaks = {name: peak_of(way, run) for name, way in ways.items()}
+    seconds = median_seconds(dict.fromkeys(ways, run), arguments.rounds, around=ways)
     table = Table("", "peak MiB", "peak ratio", "seconds", "time ratio", title=f"Ratios to {BASELINE}")
-    for name in steps:
+    for name in ways:
         table.add_row(
             name,
             f"{peaks[name] / 2**20:.1f}",

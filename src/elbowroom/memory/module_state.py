@@ -26,7 +26,6 @@ HOME = "_elbowroom_home"
 """Attribute of a streamed weight's copy on the device: the parameter that it is a copy of."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_LOOKED_AT = _PLAIN | {torch.Tensor}
 _CONTAINERS = frozenset({list, tuple, dict})
 # What every module has and no forward pass changes; `training` is the exception.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -96,7 +95,7 @@ def plain_objects(leaves: Sequence[Any]) -> ObjectStates:
     return [
         (leaf, _plain_attributes(vars(leaf)))
         for leaf in leaves
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, nn.Module, type))
+        if not isinstance(leaf, (torch.Tensor, nn.Module, type)) and hasattr(leaf, "__dict__")
     ]
 
 
@@ -113,19 +112,21 @@ class LeftBehind:
         arguments: of the call, as a tree.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], arguments: Any):
-        self._modules = modules
-        self._arguments = arguments
-        self._tree = tree_flatten(arguments)
-        self._attributes = [_visible(module) for module in modules]
+    def __init__(self, modules: Sequence[nn.Module], arguments: tuple[tuple, dict]):
+        self._attributes = [(module.__dict__, module.__dict__.copy()) for module in modules]
+        args, kwargs = arguments
+        # Tensors and numbers by themselves can't grow.
+        self._arguments = arguments if any(type(each) in _CONTAINERS for each in (*args, *kwargs.values())) else None
+        self._tree = tree_flatten(self._arguments)
 
     def found(self) -> str | None:
         """Return what is not as it was, in words."""
-        for module, before in zip(self._modules, self._attributes, strict=True):
-            now = _visible(module)
-            for name in before.keys() | now.keys():
-                if not _same(before.get(name, _MISSING), now.get(name, _MISSING)):
+        for now, before in self._attributes:
+            for name, value in now.items():
+                if before.get(name, _MISSING) is not value and _differs(before.get(name, _MISSING), value):
                     return f"its attribute {name!r}"
+            if len(now) < len(before):
+                return f"its attribute {min(before.keys() - now.keys())!r}"
         leaves, structure = tree_flatten(self._arguments)
         if structure != self._tree[1] or any(a is not b for a, b in zip(leaves, self._tree[0], strict=True)):
             return "a list or dict that it was given"
@@ -149,17 +150,12 @@ class settings_as:
             attributes[name] = value
 
 
-def _visible(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that are tensors or plain values."""
-    attributes = module.__dict__
-    names = attributes.keys() - _INTERNAL
-    return {name: attributes[name] for name in names if type(attributes[name]) in _LOOKED_AT}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
+def _differs(before: Any, now: Any) -> bool:
+    """Whether an attribute was set to another tensor or plain value; what else is set there can't be judged."""
+    kind = type(now)
+    if isinstance(now, torch.Tensor) or isinstance(before, torch.Tensor):
         return True
-    return type(one) is type(other) and type(one) in _PLAIN and one == other
+    return kind in _PLAIN and not (type(before) is kind and before == now)
 
 
 def _settings_of(module: nn.Module) -> dict[str, Any]:
