@@ -6,8 +6,9 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -35,7 +36,23 @@ def median_seconds(
     around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
     warm: Collection[str] = (),
 ) -> dict[str, float]:
-    """Time several steps in turns, `rounds` times each after one warm-up, and return the median of each.
+    """Return the median of each step's times; see `timed`."""
+    return {name: statistics.median(times) for name, times in timed(steps, rounds, around, warm).items()}
+
+
+def median_ratio(mine: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median of the ratios of two steps' times, round by round: the machine was the same in each."""
+    return statistics.median(one / other for one, other in zip(mine, others, strict=True))
+
+
+def timed(
+    steps: Mapping[str, Callable[[], None]],
+    rounds: int,
+    around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+    warm: Collection[str] = (),
+    together: Iterable[Collection[str]] = (),
+) -> dict[str, list[float]]:
+    """Time several steps in turns, `rounds` times each after one warm-up, and return the times of each.
 
     In turns, because a machine gets faster and slower while it works: each round sees the same machine. In another
     order each time, because what one step leaves behind (freed memory, warm caches) is felt by the next.
@@ -45,13 +62,18 @@ def median_seconds(
         rounds: how often.
         around: a context for each step in which it runs; entering and leaving it is not timed.
         warm: steps that run once untimed after each entering, for what they learn there.
+        together: groups of steps that are timed one right after another, for they will be compared.
     """
+    groups = [list(group) for group in together]
+    groups += [[name] for name in steps if not any(name in group for group in groups)]
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     shuffled = random.Random(0)
     for _ in range(rounds):
-        for name, step in shuffled.sample(list(steps.items()), len(steps)):
+        order = [shuffled.sample(group, len(group)) for group in shuffled.sample(groups, len(groups))]
+        for name in chain.from_iterable(order):
+            step = steps[name]
             gc.collect()
             with around[name]() if around else nullcontext():
                 if name in warm:
@@ -59,4 +81,4 @@ def median_seconds(
                 started = time.perf_counter()
                 step()
                 seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(measured) for name, measured in seconds.items()}
+    return seconds

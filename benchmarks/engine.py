@@ -15,7 +15,9 @@ the CPU in float32. Each row is one way of training with less memory:
 - ours, by options. The last columns are the ratios of ours to the row that means the same.
 
 Peaks are counted by torch's profiler, allocation by allocation. Times are medians of rounds that visit all rows in
-turn. Gradients are compared with the untouched model's, bit for bit.
+turn, and ratios of times are medians of the ratios of each round, in which what is compared ran one right after the
+other: the machine is shared, and gets faster and slower. Gradients are compared with the untouched model's, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import argparse
 import functools
 import gc
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -39,7 +42,7 @@ from rich.table import Table
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import elbowroom
-from counting import median_seconds, peak_bytes
+from counting import median_ratio, peak_bytes, timed
 from models import build_flux, build_sd3, flux_inputs, sd3_inputs, step
 from peers import SaveAttention, diffusers_checkpointing, save_kernel, torch_checkpoint
 
@@ -134,12 +137,18 @@ def rows(model: Any, inputs: dict[str, torch.Tensor]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Figures:
-    seconds: float
+    """The seconds of each round, and the most bytes at one time."""
+
+    times: list[float]
     peak: int
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.times)
 
     def over(self, other: Figures) -> tuple[float, float]:
         """Return the ratios of these figures to others: bytes, seconds."""
-        return self.peak / other.peak, self.seconds / other.seconds
+        return self.peak / other.peak, median_ratio(self.times, other.times)
 
 
 def measure(model: Any, inputs: dict[str, torch.Tensor], chosen: list[Row], rounds: int) -> dict[str, Figures]:
@@ -158,13 +167,14 @@ def measure(model: Any, inputs: dict[str, torch.Tensor], chosen: list[Row], roun
                     raise SystemExit(f"{row.name}: gradients differ from the untouched model's")
             gc.collect()
         del expected
-        seconds = median_seconds(
+        times = timed(
             {row.name: functools.partial(step, model, inputs) for row in chosen},
             rounds,
             around={row.name: functools.partial(row.ready, model, folder) for row in chosen},
             warm={row.name for row in chosen if "disk" in row.name},
+            together=[(row.name, *row.peers_in(peaks)) for row in chosen if row.peers_in(peaks)],
         )
-    return {row.name: Figures(seconds[row.name], peaks[row.name]) for row in chosen}
+    return {row.name: Figures(times[row.name], peaks[row.name]) for row in chosen}
 
 
 def table_of(title: str, chosen: list[Row], figures: dict[str, Figures]) -> Table:

@@ -66,12 +66,12 @@ def test_engine_names_the_row_that_it_does_not_know(run, capsys):
 def test_engine_tells_what_is_worse():
     rows = [engine.Row("fast", None, ("peer",)), engine.Row("faster", None, ("peer",), faster=True)]
     figures = {
-        "peer": engine.Figures(1.0, 1000),
-        "fast": engine.Figures(1.01, 1020),
-        "faster": engine.Figures(1.01, 990),
+        "peer": engine.Figures([1.0, 2.0, 5.0], 1000),
+        "fast": engine.Figures([1.01, 2.02, 4.0], 1020),
+        "faster": engine.Figures([1.01, 2.02, 4.0], 990),
     }
     assert engine.broken(rows, figures) == ["faster is not faster than peer"]
-    figures["fast"] = engine.Figures(1.03, 1031)
+    figures["fast"] = engine.Figures([1.03, 2.06, 4.0], 1031)
     assert engine.broken(rows[:1], figures) == ["fast takes more bytes than peer", "fast is not as fast as peer"]
 
 
