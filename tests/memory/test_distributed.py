@@ -56,7 +56,7 @@ def applied(model: nn.Module, controls: dict[str, Any] | None) -> Iterator[None]
     with elbowroom.apply(model, plan) as handle:
         yield
         counters = handle.report().counters
-        assert counters.replays or counters.records, "the plan took no effect"
+        assert counters.replays or counters.records or counters.weight_fetches, "the plan took no effect"
 
 
 def inputs_of(family: str, rank: int) -> dict[str, Any]:
@@ -114,6 +114,57 @@ def _ddp_worker(rank: int, family: str, find_unused: bool, lora: bool) -> None:
 @pytest.mark.parametrize(("family", "lora"), [("flux", True), ("sd3", True)])
 def test_ddp(family, lora, find_unused):
     run(_ddp_worker, family, find_unused, lora)
+
+
+def _streamed_worker(rank: int, lora: bool) -> None:
+    """Streamed before the model is given to DDP, and after."""
+    controls = elbowroom.Controls(gradient_checkpointing=True, weight_streaming="100%", weight_window=1 << 16)
+
+    def train(before: bool | None) -> dict[str, torch.Tensor | None]:
+        model = BUILDERS["flux"]()
+        if lora:
+            add_lora(model)
+        handle = elbowroom.apply(model, elbowroom.schedule(model, controls)) if before else None
+        if handle is not None and lora:
+            assert all("lora" not in name for name in model._ddp_params_and_buffers_to_ignore)
+            assert len(model._ddp_params_and_buffers_to_ignore) == sum(
+                len(unit.parameters) for unit in handle._streamer.units
+            )
+        wrapped = DistributedDataParallel(model)
+        if before is False:
+            handle = elbowroom.apply(wrapped, elbowroom.schedule(wrapped, controls))
+        for context in (wrapped.no_sync(), nullcontext()):
+            with context:
+                loss_of(wrapped, inputs_of("flux", rank)).backward()
+        if handle is not None:
+            assert handle.report().counters.weight_fetches > 0
+        return gradients(model)
+
+    expected = train(None)
+    for before in (True, False):
+        assert_identical(expected, train(before))
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_streamed_weights_with_ddp(lora):
+    run(_streamed_worker, lora)
+
+
+def _other_values_worker(rank: int) -> None:
+    model = BUILDERS["flux"]()
+    model.requires_grad_(False)
+    model.single_transformer_blocks[0].proj_mlp.weight += rank
+    plan = elbowroom.schedule(model, elbowroom.Controls(weight_streaming="100%"))
+    with pytest.raises(RuntimeError, match="the processes have other values of the weights that are streamed"):
+        elbowroom.apply(model, plan)
+    sharded = BUILDERS["flux"]()
+    _shard(sharded, 1)
+    with pytest.raises(RuntimeError, match="offload_policy=CPUOffloadPolicy"):
+        elbowroom.apply(sharded, plan)
+
+
+def test_streamed_weights_are_the_same_in_all_processes_and_not_sharded():
+    run(_other_values_worker)
 
 
 def _shard(model: Any, interval: int) -> None:

@@ -63,7 +63,7 @@ def apply(
     for segment in plan.segments:
         _refuse_units_of_fsdp_in(segment, [modules[block.name] for block in segment])
     target = None if device is None else torch.device(device)
-    return Handle(plan, base, device=target, check_determinism=check_determinism)
+    return Handle(plan, model, device=target, check_determinism=check_determinism)
 
 
 def _refuse_shared_scopes(plan: Plan, modules: Mapping[str, nn.Module]) -> None:

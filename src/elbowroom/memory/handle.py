@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from elbowroom.memory.block_forward import BlockForward, ScopeForward
+from elbowroom.memory.blocks import unwrap
 from elbowroom.memory.counters import Counters, Report
 from elbowroom.memory.devices import device_for
 from elbowroom.memory.installed import Installed
@@ -34,7 +35,7 @@ class Handle:
     """A plan at work on one model. `report()` tells what it did; `remove()` leaves the model as it was."""
 
     def __init__(
-        self, plan: Plan, base: nn.Module, *, device: torch.device | None = None, check_determinism: bool = False
+        self, plan: Plan, model: nn.Module, *, device: torch.device | None = None, check_determinism: bool = False
     ):
         self.plan = plan
         self._counters = Counters()
@@ -44,12 +45,12 @@ class Handle:
         self._lock = threading.Lock()  # several threads may call the model
         self._prefetch: bool | None = plan.offload.prefetch
         self._streamer = (
-            open_streamer(base, plan, device, self._counters) if plan.streamed or device is not None else None
+            open_streamer(model, plan, device, self._counters) if plan.streamed or device is not None else None
         )
         self._weights_first: Callable[[Pack], Pack] = _same if self._streamer is None else self._streamer.first
         self._installed: list[Installed] = []
         try:
-            for forward in (*self._layers(), *self._blocks(base)):
+            for forward in (*self._layers(), *self._blocks(unwrap(model))):
                 forward.install()
                 self._installed.append(forward)
         except BaseException:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from elbowroom.memory.blocks import unwrap
 from elbowroom.memory.counters import Counters
 from elbowroom.memory.devices import device_for
 from elbowroom.memory.devices.base import Device
@@ -15,6 +16,7 @@ from elbowroom.memory.host_memory import return_freed_memory
 from elbowroom.memory.module_state import modules_of
 from elbowroom.memory.plan import Plan, StoreKind, WeightSettings
 from elbowroom.memory.weights.disk_homes import DiskHomes
+from elbowroom.memory.weights.distributed import leave_to_us, refuse_sharded
 from elbowroom.memory.weights.homes import Homes, HostHomes
 from elbowroom.memory.weights.rest import Rest
 from elbowroom.memory.weights.selection import has_frozen
@@ -45,28 +47,31 @@ def weight_store_kind(settings: WeightSettings, *, on_cpu: bool) -> StoreKind:
     return kind
 
 
-def open_streamer(base: nn.Module, plan: Plan, device: torch.device | None, counters: Counters) -> Streamer:
+def open_streamer(model: nn.Module, plan: Plan, device: torch.device | None, counters: Counters) -> Streamer:
     """Take the weights that a plan streams to their home, and everything else to the device.
 
     Args:
-        base: the unwrapped model.
+        model: the model, by itself or wrapped by PEFT.
         plan: names what is streamed.
         device: where the model computes; None for where it is.
         counters: totals of the handle.
 
     Raises:
         ValueError: the store makes no sense on this device.
-        RuntimeError, OSError: the store has no room.
+        RuntimeError, OSError: the store has no room, FSDP shards the weights, or processes have other values.
     """
+    base = unwrap(model)
     target = device_for(device or _present_device(base))
     kind = weight_store_kind(plan.weights, on_cpu=target.in_host_memory)
     units, tied = find_units(base, plan.streamed, trainable=not has_frozen(base))
+    refuse_sharded([parameter for unit in units for parameter in unit.parameters])
     counters.weights_tied += sum(tied.values())
     counters.weights_streamed += sum(unit.nbytes for unit in units)
     window = plan.weights.window or default_window(units)
     homes = _homes(kind, target, plan.weights, window)
     if target.in_host_memory:
         return_freed_memory()  # else the process would hardly get smaller
+    leave_to_us(model, units)
     homes.take_in(units)
     rest = Rest(base, units)
     rest.move(target.device)
