@@ -456,3 +456,28 @@ def test_a_kernel_that_is_out_of_sight_is_refused():
     )
     with elbowroom.apply(model, plan), pytest.raises(RuntimeError, match="keep_attention=kernel has no effect"):
         run(model)
+
+
+@pytest.mark.parametrize("treatments", [*APART, Treatments.all("recompute"), Treatments.all("offload")], ids=str)
+def test_a_graph_that_was_built_before_the_plan_was_taken_off(treatments, tmp_path):
+    model = seeded(Block)
+    expected = run(model)
+    model.zero_grad()
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    torch.manual_seed(3)
+    with elbowroom.apply(model, plan_of(2, treatments, path=str(tmp_path))):
+        loss = model(x).square().sum()
+    loss.backward()
+    assert same(expected, [x.grad, *(p.grad for p in model.parameters())])
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_lists_are_no_blocks_and_blocks_that_are_not_called_are_reported():
+    model = seeded(Block, loop=lambda blocks, x: blocks[0](x))
+    controls = elbowroom.Controls(gradient_checkpointing=True)
+    with pytest.raises(ValueError, match=r"'blocks' is a ModuleList, which is never called; did you mean 'blocks.\*'"):
+        elbowroom.schedule(model, controls, blocks=["blocks"])
+    with elbowroom.apply(model, elbowroom.schedule(model, controls, blocks=["blocks.*"])) as handle:
+        assert "never called" not in str(handle.report())
+        run(model)
+        assert "never called: blocks.1; the plan has no effect" in str(handle.report())

@@ -15,12 +15,18 @@ from elbowroom.options.export import toml_value
 
 REQUIRED: dict[str, Any] = {"model": "owner/name", "data": "/pictures", "steps": 100}
 
+COMPANIONS: dict[str, dict[str, Any]] = {"ramtorch_disable_extensions": {"ramtorch": True}}
+"""What an option needs beside it to have an effect."""
+
 Route = Callable[[str, Any, Path], Options]
 
 
 def with_required(**values: Any) -> dict[str, Any]:
     """`values`, and the required options where they are not among them (nor `epochs`, which replaces `steps`)."""
-    return {key: value for key, value in REQUIRED.items() if key != "steps" or "epochs" not in values} | values
+    required = {key: value for key, value in REQUIRED.items() if key != "steps" or "epochs" not in values}
+    for name in values:
+        required |= COMPANIONS.get(name, {})
+    return required | values
 
 
 def as_text(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,6 +100,18 @@ class BlockForward(Installed):
         self._compile.uninstall()
         for scope in self._scopes:
             scope.uninstall()
+
+    @contextmanager
+    def as_recorded(self) -> Iterator[None]:  # type: ignore[override]
+        # After `remove`, a graph that was built before may still be replayed: with the scopes as they were.
+        missing = [] if self.installed else [scope for scope in self._scopes if not scope.installed]
+        for scope in missing:
+            scope.install()
+        try:
+            yield
+        finally:
+            for scope in missing:
+                scope.uninstall()
 
     def follow_replaced_modules(self) -> None:
         """Move to the module that took a scope's place, such as PEFT's LoRA layer, which wraps the one before."""

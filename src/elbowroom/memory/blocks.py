@@ -62,6 +62,9 @@ def find_blocks(model: nn.Module, patterns: Sequence[str]) -> tuple[Block, ...]:
                 f"the pattern {pattern!r} names no module of {type(unwrap(model)).__name__}{_hint(pattern, modules)}"
             )
         for name in names:
+            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+                kind = type(modules[name]).__name__
+                raise ValueError(f"{name!r} is a {kind}, which is never called; did you mean {f'{name}.*'!r}?")
             if name in found:
                 raise ValueError(f"the pattern {pattern!r} names {name!r}, which an earlier pattern names already")
             found[name] = Block(name, modules[name])

@@ -85,10 +85,17 @@ class Counters:
 
 @dataclass(frozen=True)
 class Report:
-    """A plan and what came of it; `str()` of it is for people, `to_dict()` for programs."""
+    """A plan and what came of it; `str()` of it is for people, `to_dict()` for programs.
+
+    Attributes:
+        plan: the plan.
+        counters: totals.
+        never_called: blocks that no forward pass has called, although it has called others.
+    """
 
     plan: Plan
     counters: Counters
+    never_called: tuple[str, ...] = ()
 
     def to_dict(self) -> Mapping[str, Any]:
         return {"plan": self.plan.strip(), **asdict(self.counters)}
@@ -135,6 +142,8 @@ class Report:
                 lines.append(f"tied weights: {_size(counters.weights_tied)} stay on the device, for others share them")
         if counters.bytes_refused:
             lines.append(f"no room: {_size(counters.bytes_refused)} stayed, for the store had no room for them")
+        if self.never_called:
+            lines.append(f"never called: {', '.join(self.never_called)}; the plan has no effect on them")
         if counters.blocks_kept:
             lines.append(f"kept: {counters.blocks_kept} calls can't be run again (a warning says why)")
         lines.extend(f"note: {note}" for note in self.plan.notes)

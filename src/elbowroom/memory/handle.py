@@ -49,6 +49,7 @@ class Handle:
         )
         self._weights_first: Callable[[Pack], Pack] = _same if self._streamer is None else self._streamer.first
         self._installed: list[Installed] = []
+        self._called: dict[str, bool] = {}
         try:
             for forward in (*self._layers(), *self._blocks(unwrap(model))):
                 forward.install()
@@ -75,7 +76,8 @@ class Handle:
 
     def report(self) -> Report:
         """Return the plan and the totals so far, as a copy that does not change any more."""
-        return Report(self.plan, copy.deepcopy(self._counters))
+        idle = tuple(name for name, called in self._called.items() if not called)
+        return Report(self.plan, copy.deepcopy(self._counters), idle if any(self._called.values()) else ())
 
     def settle(self) -> None:
         """Let go of what finished copies still hold on the device; for the time between two steps.
@@ -142,6 +144,7 @@ class Handle:
         return offloader
 
     def call_block(self, forward: BlockForward, args: tuple, kwargs: dict) -> Any:
+        self._called[forward.block.name] = True
         if not torch.is_grad_enabled():
             return forward.original(*args, **kwargs)
         forward.follow_replaced_modules()
@@ -217,6 +220,7 @@ class Handle:
             visiting = None
             if self._streamer is not None and block.name in units:
                 visiting = partial(self._streamer.visiting, units[block.name])
+            self._called[block.name] = False
             yield BlockForward(self, base.get_submodule(block.name), block, position, visiting)
 
     def _accelerator(self, module: nn.Module) -> torch.device | None:

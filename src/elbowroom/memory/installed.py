@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +54,10 @@ class Installed:
     @property
     def installed(self) -> bool:
         return self.module.__dict__.get(self._attribute) is self
+
+    def as_recorded(self) -> AbstractContextManager[None]:
+        """Return a context in which a call does what it did while this was installed, although it may not be now."""
+        return nullcontext()
 
     def check_installed(self) -> None:
         """Raise `RuntimeError` if the forward can't be given back."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +64,10 @@ class ScopeCall(Protocol):
 
     @property
     def pack(self) -> Pack | None: ...
+
+    def as_recorded(self) -> AbstractContextManager[None]:
+        """Return a context in which a call does what it did when it was recorded."""
+        return nullcontext()
 
 
 class ActiveBlock(Protocol):

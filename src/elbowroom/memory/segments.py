@@ -21,6 +21,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,6 +122,10 @@ class Recordable(Protocol):
     name: str
     module: nn.Module
     original: Callable[..., Any]
+
+    def as_recorded(self) -> AbstractContextManager[None]:
+        """Return a context in which a call does what it did when it was recorded."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +353,7 @@ class SegmentRun:
                         self.counters.blocks_recomputed += 1
                     scopes = ReplayedScopes(call.scopes, fill, self.counters, self.accelerator)
                     with (
+                        call.callee.as_recorded(),
                         settings_as(modules, call.settings),
                         ambient.autocast_as(call.autocast),
                         ambient.random_state_as(call.random_state, self.accelerator),
