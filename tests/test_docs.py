@@ -43,3 +43,9 @@ def test_treatments(cells):
     for family in BUILDERS:
         plan = elbowroom.schedule(BUILDERS[family](), elbowroom.Controls(**controls))
         assert {f"`{elbowroom.Plan((block,)).strip()}`" for block in plan.blocks} == {cell}, family
+
+
+def test_the_plan_made_by_hand(capsys):
+    (program,) = [code for code in re.findall(r"```python\n(.*?)```", LIBRARY, re.DOTALL) if "BlockPlan(" in code]
+    exec(program, {})
+    assert capsys.readouterr().out.strip() == program.rsplit("# ", 1)[1].strip()

@@ -10,16 +10,37 @@ The library in five lines (any PyTorch model that is made of repeated blocks):
 """
 
 from elbowroom.api import schedule
-from elbowroom.memory import BlockPlan, Controls, ControlsError, Handle, Plan, ReplayError, Report, apply
+from elbowroom.memory import (
+    BlockPlan,
+    Controls,
+    ControlsError,
+    Handle,
+    OffloadSettings,
+    Plan,
+    PrefetchDecision,
+    ReplayError,
+    Report,
+    ScopeModules,
+    Treatments,
+    WeightSettings,
+    apply,
+    probe_prefetch,
+)
 
 __all__ = [
     "BlockPlan",
     "Controls",
     "ControlsError",
     "Handle",
+    "OffloadSettings",
     "Plan",
+    "PrefetchDecision",
     "ReplayError",
     "Report",
+    "ScopeModules",
+    "Treatments",
+    "WeightSettings",
     "apply",
+    "probe_prefetch",
     "schedule",
 ]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from elbowroom.options.command_line import OptionsCommand, train_command
+from elbowroom.options.definition import Options
 from elbowroom.options.reading import Resolved
 
 app = typer.Typer(
@@ -49,13 +50,13 @@ def _no_bars_of_libraries() -> None:
 
 
 @contextmanager
-def _failures_in_one_line(console: Console) -> Iterator[None]:
+def _failures_in_one_line(console: Console, options: Options | None = None) -> Iterator[None]:
     """Print what went wrong and what to do, without a traceback, for every error that the user can act on."""
     from elbowroom.training.checkpoints import CheckpointError
     from elbowroom.training.encoding import CacheMissError
     from elbowroom.training.loop import NonFiniteError
     from elbowroom.training.lora import LoraFileError
-    from elbowroom.training.memory_use import is_out_of_memory
+    from elbowroom.training.memory_use import is_out_of_memory, what_needs_less
     from elbowroom.training.run_folder import RunFolderError
 
     # Bad options, data and models are ValueErrors.
@@ -69,10 +70,8 @@ def _failures_in_one_line(console: Console) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         said = str(error).strip().partition("\n")[0]
-        text = (
-            f"error: there is not enough memory ({said}). Less is needed with gradient_checkpointing, a smaller batch, "
-            "a lower resolution, or precision bf16"
-        )
+        measures = "smaller pictures, or precision bf16" if options is None else what_needs_less(options)
+        text = f"error: there is not enough memory ({said}). Less is needed with {measures}"
         console.print(Text(text, style="bold red"), soft_wrap=True)
         raise typer.Exit(FAILED) from None
 
@@ -91,7 +90,7 @@ def train(
     Example: elbowroom train --model flux-folder --data pictures --steps 1000 --gradient-checkpointing
     """
     console, errors = Console(), Console(stderr=True)
-    with _failures_in_one_line(errors):
+    with _failures_in_one_line(errors, resolved.options):
         from elbowroom.training.display import Display
         from elbowroom.training.job import prepare
         from elbowroom.training.loop import Interrupted
@@ -100,18 +99,19 @@ def train(
         _no_bars_of_libraries()
         display = Display(console)
         try:
-            with display.bars():
-                job = prepare(resolved, dry_run=dry_run, progress=display.progress)
-            display.announce(job, sources=dry_run)
-            if dry_run:
-                display.say("Dry run: nothing was trained.")
-                return
-            if job.resume and job.resume.step >= job.steps:
-                display.say(
-                    f"Nothing to do: {job.run.path} is at step {job.resume.step}, and {job.steps} are asked for. More "
-                    "steps or epochs go on from there."
-                )
-            outcome = run(job, display)
+            with display.warnings():
+                with display.bars():
+                    job = prepare(resolved, dry_run=dry_run, progress=display.progress)
+                display.announce(job, sources=dry_run)
+                if dry_run:
+                    display.say("Dry run: nothing was trained.")
+                    return
+                if job.resume and job.resume.step >= job.steps:
+                    display.say(
+                        f"Nothing to do: {job.run.path} is at step {job.resume.step}, and {job.steps} are asked for. "
+                        "More steps or epochs go on from there."
+                    )
+                outcome = run(job, display)
         except (KeyboardInterrupt, Interrupted) as stop:
             saved = "The state is saved" if isinstance(stop, Interrupted) else "What was encoded is in the cache"
             display.warn(f"Stopped. {saved}; the same command goes on from there:\n  {_this_command()}")

@@ -75,10 +75,13 @@ STREAMED = {"weight_streaming": "100%", "weight_window": 1}
         ),
         ({"activation_window": 1}, "activation_window", "nothing is offloaded"),
         ({"activation_window": 1.5, **OFFLOADED}, "activation_window", "a whole number of at least 1, but is 1.5"),
-        (
-            {"gradient_checkpointing_offload_prefetch": True},
-            "gradient_checkpointing_offload_prefetch",
-            "nothing is offloaded",
+        *(
+            (
+                {"gradient_checkpointing_offload_prefetch": wanted},
+                "gradient_checkpointing_offload_prefetch",
+                "nothing is offloaded",
+            )
+            for wanted in (True, False)
         ),
         (
             {

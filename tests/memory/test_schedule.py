@@ -117,6 +117,10 @@ def test_plans_that_make_no_sense_are_refused():
         Treatments("ofload")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="attn: a module can be in one scope, and once"):
         ScopeModules(("attn",), ("attn",))
+    with pytest.raises(ValueError, match=r"attention must be a tuple of names, as in \('attn',\), not 'attn'"):
+        ScopeModules("attn")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the boundary must be 'keep' or 'offload', not 'recompute'"):
+        BlockPlan("a.0", 0, RECOMPUTED, "recompute")  # type: ignore[arg-type]
     for settings in ({"smallest": None}, {"window": -1}, {"limit": True}, {"prefetch": 0}, {"store": "tape"}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             OffloadSettings(**settings)

@@ -639,7 +639,7 @@ def test_what_can_not_be_applied_is_refused():
 
 
 def test_a_model_whose_own_checkpointing_is_on_is_refused():
-    from tests.support.models import flux
+    from tests.support.models import flux, flux_inputs
 
     model = flux()
     model.enable_gradient_checkpointing()
@@ -647,7 +647,23 @@ def test_a_model_whose_own_checkpointing_is_on_is_refused():
     with pytest.raises(RuntimeError, match=r"model\.disable_gradient_checkpointing\(\)"):
         elbowroom.apply(model, plan)
     model.disable_gradient_checkpointing()
-    elbowroom.apply(model, plan).remove()
+    with elbowroom.apply(model, plan):
+        model.enable_gradient_checkpointing()  # later is no better
+        with pytest.raises(RuntimeError, match=r"model\.disable_gradient_checkpointing\(\)"):
+            model(**flux_inputs())
+
+
+def test_other_things_than_models_controls_and_plans_are_refused():
+    model, controls = make(), elbowroom.Controls(gradient_checkpointing=True)
+    plan = elbowroom.schedule(model, controls, blocks=["blocks.*"])
+    with pytest.raises(TypeError, match="schedule takes a torch.nn.Module and Controls, not Toy and dict"):
+        elbowroom.schedule(model, {"gradient_checkpointing": True}, blocks=["blocks.*"])
+    with pytest.raises(TypeError, match="not list and Controls"):
+        elbowroom.schedule([model], controls)
+    with pytest.raises(TypeError, match="the plan must be a Plan, not a Controls; .* makes one of"):
+        elbowroom.apply(model, controls)
+    with pytest.raises(TypeError, match="the model must be a torch.nn.Module, not a Plan"):
+        elbowroom.apply(plan, model)
 
 
 def test_wrappers_put_on_later_are_not_lost():

@@ -456,6 +456,11 @@ def test_a_kernel_that_is_out_of_sight_is_refused():
     )
     with elbowroom.apply(model, plan), pytest.raises(RuntimeError, match="keep_attention=kernel has no effect"):
         run(model)
+    controls = elbowroom.Controls(gradient_checkpointing=True, gradient_checkpointing_keep_attention="kernel")
+    with pytest.raises(
+        elbowroom.ControlsError, match=r"keep_attention: kernel .* nn.MultiheadAttention.* set it to true"
+    ):
+        elbowroom.schedule(model, controls, blocks=["blocks.*"])
 
 
 @pytest.mark.parametrize("treatments", [*APART, Treatments.all("recompute"), Treatments.all("offload")], ids=str)
@@ -481,3 +486,18 @@ def test_lists_are_no_blocks_and_blocks_that_are_not_called_are_reported():
         assert "never called" not in str(handle.report())
         run(model)
         assert "never called: blocks.1; the plan has no effect" in str(handle.report())
+
+
+def test_blocks_that_are_called_in_another_order_than_the_plans_are_reported():
+    def backwards(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for block in reversed(blocks):
+            x = block(x)
+        return x
+
+    model = seeded(Block, loop=backwards)
+    expected = run(model)
+    model.zero_grad()
+    with elbowroom.apply(model, plan_of(2, Treatments.all("recompute"))) as handle:
+        assert same(expected, run(model))
+        assert handle.report().out_of_order == ("blocks.1",)
+        assert "called early: blocks.1, before blocks that precede them in the plan" in str(handle.report())

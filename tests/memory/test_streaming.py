@@ -277,6 +277,31 @@ def test_a_model_that_does_not_fit(full, layers):
             model.zero_grad()
 
 
+def test_a_forward_pass_without_enough_memory_leaves_nothing_behind():
+    """Wherever memory runs out: the same step, with enough, is as exact as ever."""
+    model, x = Stack(), example()
+    with device() as accelerator:
+        expected = expected_on(accelerator, model, x)
+    with device(3) as accelerator, elbowroom.apply(model, streaming(*ALL), device=accelerator.device):
+        x = x.to(accelerator.device)
+        failures = 0
+        for free in range(0, 1 << 20, 3000):
+            gc.collect()
+            accelerator.capacity = accelerator.bytes_in_use() + free
+            try:
+                loss = model(x).square().sum()
+            except torch.OutOfMemoryError:
+                failures += 1
+                assert all(type(parameter) is nn.Parameter for parameter in model.blocks.parameters())
+            else:
+                break
+        assert failures > 5
+        del loss
+        accelerator.capacity = None
+        assert same(expected, gradients(model, x))
+        model.zero_grad()
+
+
 def test_copies_do_not_outlive_their_pass():
     """Anything may write into the weights between two passes, unseen by counters of writes: merging an adapter does."""
     with device() as accelerator:

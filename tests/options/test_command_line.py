@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from elbowroom.options import Resolved
-from elbowroom.options.command_line import OptionsCommand, normalise, train_command
+from elbowroom.options.command_line import OptionsCommand, normalise, train_command, usage_problems
 from elbowroom.options.definition import GROUPS, all_options
 from tests.options.routes import run
 
@@ -127,14 +127,44 @@ def _without_blanks(text: str) -> str:
     return "".join(text.split())
 
 
-def test_every_unknown_flag_is_named_with_what_was_meant() -> None:
-    from elbowroom.options.command_line import unknown_flags
+KNOWN = {option.flag for option in all_options().values()} | {"--dry-run", "--help"}
 
-    known = {option.flag for option in all_options().values()} | {"--dry-run", "--help"}
+
+def test_every_unknown_flag_is_named_with_what_was_meant() -> None:
     arguments = normalise(["--stpes", "6", "--rank", "--8", "--dry-run", "--segment-stride=3", "--xyzzy", "file.toml"])
-    assert unknown_flags(arguments, known) == [
+    assert usage_problems(arguments, KNOWN) == [
         "there is no option --stpes; did you mean --steps?",
         "there is no option --segment-stride; did you mean --gradient-checkpointing-segment-stride?",
         "there is no option --xyzzy",
     ]
-    assert unknown_flags(normalise(["--name", "--x", "--", "--y"]), known) == []
+    assert usage_problems(normalise(["--name", "--x", "--", "--y"]), KNOWN) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        (["--rank", "--steps", "5"], "--rank has no value: --steps is the next flag"),
+        (["--rank", "--dry_run"], "--rank has no value: --dry_run is the next flag"),
+        (["--rank", "--no-tensorboard"], "--rank has no value: --no-tensorboard is the next flag"),
+        (["--rank", "--steps=5"], "--rank has no value: --steps=5 is the next flag"),
+        (["--gradient-checkpointing-keep-attention", "kernal"], "did you mean kernel?"),
+        (["--gradient_checkpointing_offload_prefetch", "autoo"], "did you mean auto?"),
+        (["--gradient-checkpointing", "ture"], "did you mean true?"),
+    ],
+)
+def test_a_missing_or_misspelt_value_is_not_taken_for_something_else(written: list[str], problem: str) -> None:
+    found = usage_problems(normalise(written), KNOWN)
+    assert len(found) == 1 and problem in found[0]
+    resolved, output = run([*REQUIRED, *written])
+    assert resolved is None and "Traceback" not in output
+
+
+def test_files_after_boolean_flags_and_values_like_flags_are_allowed(tmp_path: Path) -> None:
+    (tmp_path / "settings").write_text("")
+    for written in (
+        ["--gradient-checkpointing", "missing.toml"],
+        ["--gradient-checkpointing", str(tmp_path / "settings")],
+        ["--validation-prompts=--rank"],
+        ["--validation-prompts", "--a prompt"],
+    ):
+        assert usage_problems(normalise(written), KNOWN) == []

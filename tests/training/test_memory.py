@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from elbowroom.memory.offload import autotune
+from elbowroom.training.memory_use import what_needs_less
 from tests.support.runs import command, draw_pictures, flags, job, run
 
 FLUX_AND_SD3 = ("flux", "sd3")
@@ -111,6 +112,43 @@ def test_a_limit_is_honoured_and_reported(basics):
     assert re.search(r"no room: .* stayed", printed)
     found = re.search(r"store at most ([\d.]+) KiB", printed)
     assert found and 0 < float(found[1]) <= 64
+    assert f"store: cpu: files in {limited.run.path.absolute()}, at most 64.0 KiB; window 16.0 KiB each way" in printed
+
+
+@pytest.mark.parametrize("option", ["activation_store_path", "weight_store_path"])
+def test_a_folder_that_can_not_be_is_told_in_the_dry_run(option, basics, tmp_path):
+    (tmp_path / "file").write_text("")
+    feature = {"activation_offload": "all"} if option.startswith("activation") else {"weight_streaming": "100%"}
+    process = command(
+        "train", *flags(**basics("flux", "run"), **feature, **{option: tmp_path / "file" / "below"}), "--dry-run"
+    )
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"error: {option} (command line): {tmp_path / 'file'} is not a folder" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_warnings_are_lines_of_ours(basics):
+    process = command(
+        "train", *flags(**basics("flux", "run"), activation_offload="all", activation_store_limit="64KiB")
+    )
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "\nwarning: saved tensors that the store has no room for stay on cpu: it is full" in printed
+    assert "UserWarning" not in printed and printed.count("warning: saved tensors") == 1
+
+
+def test_what_to_do_when_memory_runs_out(basics):
+    def advice(**options: object) -> str:
+        return what_needs_less(job(**basics("flux", "run") | options).resolved.options)
+
+    assert advice().startswith("gradient_checkpointing, activation_offload=all, weight_streaming=100%, ramtorch_text")
+    assert "a smaller batch or a lower resolution" in advice()
+    everything = {
+        "gradient_checkpointing": True, "activation_offload": "all", "weight_streaming": "100%", "batch": 1,
+        "ramtorch_text_encoder": True, "ramtorch_vae": True, "precision": "bf16",
+    }  # fmt: skip
+    assert advice(**everything) == "a lower resolution"
 
 
 @pytest.mark.parametrize("store", ["pinned", "pageable"])
@@ -126,7 +164,7 @@ def test_prefetching_is_decided_once_a_shape_and_remembered(basics, monkeypatch)
     tuned, _, printed = run(**options)
     decisions = json.loads(tuned.run.prefetch.read_text())
     # Three squares and a wide picture, batch 2: two squares, one square, one wide.
-    shapes = {key.split(" ", 1)[1] for key in decisions}
+    shapes = {key.split(" ", 1)[1].partition(", cpu, ")[0] for key in decisions}
     assert shapes == {"2 x 32x32", "1 x 32x32", f"1 x {tuned.buckets[3].width}x{tuned.buckets[3].height}"}
     for decision in decisions.values():
         assert decision["on_demand"]["seconds"] > 0
@@ -138,6 +176,17 @@ def test_prefetching_is_decided_once_a_shape_and_remembered(basics, monkeypatch)
     more, _, printed = run(**options | {"steps": 12})
     assert "reload of offloaded tensors, " not in printed
     assert weights(more.run.path) == weights(plain.run.path)
+
+    monkeypatch.undo()
+    _, _, printed = run(**options | {"steps": 18, "activation_window": "1MiB"})
+    assert printed.count(" s prefetched, ") == len(decisions)  # with another window, other times
+
+
+def test_nothing_is_timed_where_nothing_goes_to_the_store(basics):
+    _, _, printed = run(
+        **basics("flux", "full") | {"steps": 8}, activation_offload="all", activation_store_limit="1"
+    )  # fmt: skip
+    assert "reload of offloaded tensors, " not in printed
 
 
 def test_prefetching_can_be_settled_by_hand(basics):

@@ -6,8 +6,9 @@ from elbowroom.memory.controls import Controls, ControlsError
 from elbowroom.memory.counters import Counters, Report
 from elbowroom.memory.errors import ReplayError
 from elbowroom.memory.handle import Handle
+from elbowroom.memory.offload.autotune import PrefetchDecision, probe_prefetch
 from elbowroom.memory.offload.opening import store_kind
-from elbowroom.memory.plan import BlockPlan, OffloadSettings, Plan, ScopeModules, Treatments
+from elbowroom.memory.plan import BlockPlan, OffloadSettings, Plan, ScopeModules, Treatments, WeightSettings
 from elbowroom.memory.schedule import schedule_blocks
 
 __all__ = [
@@ -19,12 +20,15 @@ __all__ = [
     "Handle",
     "OffloadSettings",
     "Plan",
+    "PrefetchDecision",
     "ReplayError",
     "Report",
     "ScopeModules",
     "Treatments",
+    "WeightSettings",
     "apply",
     "find_blocks",
+    "probe_prefetch",
     "schedule_blocks",
     "store_kind",
     "unwrap",

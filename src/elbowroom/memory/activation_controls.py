@@ -85,7 +85,8 @@ class ActivationControls:
         metadata={
             "help": "Which saved tensors go to the store: attention, feed_forward, boundary (what enters a recomputed "
             "part), several of them separated by commas, or all. With gradient_checkpointing, all offloads attention, "
-            "feed-forward and boundary, and the rest of the block is recomputed; without, every saved tensor goes.",
+            "feed-forward and boundary, and the rest of the block is recomputed (with torch-ffn, all but the "
+            "feed-forward part, which is recomputed); without, every saved tensor goes.",
             "separator": ",",
         },
     )
@@ -114,7 +115,7 @@ class ActivationControls:
         default=None,
         metadata={
             "help": "Bytes that may be on their way to the store, and back, at one time: they take room on the device. "
-            "Unset: 256MiB.",
+            "A tensor that is larger goes by itself. Unset: 256MiB.",
             "minimum": 1,
             "unit": "bytes",
         },
@@ -219,7 +220,7 @@ class ActivationControls:
         for name in ("activation_store", "activation_store_limit", "activation_store_path", "activation_window"):
             if getattr(self, name) is not None:
                 raise ControlsError(name, f"{_NOTHING_OFFLOADED}")
-        if self.gradient_checkpointing_offload_prefetch is True:
+        if self.gradient_checkpointing_offload_prefetch != "auto":
             raise ControlsError("gradient_checkpointing_offload_prefetch", _NOTHING_OFFLOADED)
 
 

@@ -12,6 +12,7 @@ from elbowroom.memory.block_forward import BlockForward
 from elbowroom.memory.blocks import refuse_nested, unwrap
 from elbowroom.memory.handle import Handle
 from elbowroom.memory.offload.opening import check_store
+from elbowroom.memory.own_checkpointing import OwnCheckpointing
 from elbowroom.memory.plan import BlockPlan, Plan
 
 
@@ -34,12 +35,14 @@ def apply(
             state is not restored.
 
     Raises:
+        TypeError: the model is no module, or the plan no `Plan`.
         ValueError: the plan names a block, or a module of a block, that the model does not have; or its store makes no
             sense on the model's device.
         OSError: the folder of a disk store can't be made or written to.
         RuntimeError: a plan is applied already, the model's own checkpointing is switched on, the model is compiled as
             a whole, or a segment spans modules that FSDP shards apart.
     """
+    _refuse_other_types(model, plan)
     _refuse_compiled(model)
     base = unwrap(model)
     modules = dict(base.named_modules(remove_duplicate=False))
@@ -57,13 +60,23 @@ def apply(
     _refuse_shared_scopes(plan, modules)
     if plan.offloads and _stays_on_cpu(base):
         check_store(plan.offload, on_cpu=True)
-    _refuse_own_checkpointing(base)
+    OwnCheckpointing(base).refuse()
     for block in plan.blocks:
         _refuse_second_plan(block, modules[block.name])
     for segment in plan.segments:
         _refuse_units_of_fsdp_in(segment, [modules[block.name] for block in segment])
     target = None if device is None else torch.device(device)
     return Handle(plan, model, device=target, check_determinism=check_determinism)
+
+
+def _refuse_other_types(model: Any, plan: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}")
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"the plan must be a Plan, not a {type(plan).__name__}; `elbowroom.schedule(model, controls)` makes one of "
+            "controls, and `Plan.from_json` of JSON"
+        )
 
 
 def _refuse_shared_scopes(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
@@ -97,16 +110,6 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _refuse_own_checkpointing(base: nn.Module) -> None:
-    for name, module in base.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            where = f" (in {name!r})" if name else ""
-            raise RuntimeError(
-                f"the model's own gradient checkpointing is switched on{where}; switch it off with "
-                "`model.disable_gradient_checkpointing()`"
-            )
 
 
 def _refuse_second_plan(block: BlockPlan, module: nn.Module) -> None:

@@ -52,8 +52,9 @@ def with_kept_kernel(forward: Callable[..., Any], kernel: KeptKernel, active: Ac
             result = forward(*args, **kwargs)
         if not kernel.called:
             raise RuntimeError(
-                f"gradient_checkpointing_keep_attention=kernel has no effect: {kernel.name} is not torch's "
-                "scaled_dot_product_attention; set it to true, which keeps all that attention saves"
+                f"gradient_checkpointing_keep_attention=kernel has no effect: {kernel.name} is not seen to call "
+                "torch's scaled_dot_product_attention (nn.MultiheadAttention hides it, others have a kernel of their "
+                "own); set it to true, which keeps all that attention saves"
             )
         return result
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elbowroom.memory.plan import Plan
+from elbowroom.memory.sizes import in_bytes
 
 
 @dataclass
@@ -91,11 +92,15 @@ class Report:
         plan: the plan.
         counters: totals.
         never_called: blocks that no forward pass has called, although it has called others.
+        out_of_order: blocks that were first called before one that precedes them in the plan.
+        stores: where offloaded tensors go, a line a device.
     """
 
     plan: Plan
     counters: Counters
     never_called: tuple[str, ...] = ()
+    out_of_order: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
 
     def to_dict(self) -> Mapping[str, Any]:
         return {"plan": self.plan.strip(), **asdict(self.counters)}
@@ -104,57 +109,64 @@ class Report:
         counters = self.counters
         lines = [f"plan: {self.plan.strip()} ({len(self.plan.blocks)} blocks, {len(self.plan.segments)} segments)"]
         if counters.replays or counters.blocks_recorded or counters.scopes_recorded:
-            dropped = [
-                f"{counters.segments} segments, {counters.blocks_recorded} block calls dropped their activations"
-            ]
-            again = [f"{counters.replays} replays, {counters.blocks_recomputed} block calls recomputed"]
-            if counters.scopes_recorded:
-                dropped.append(f"so did {counters.scopes_recorded} calls of scopes alone")
-                again.append(f"{counters.scopes_recomputed} calls of scopes alone recomputed")
-            if counters.scopes_reused:
-                again.append(f"{counters.scopes_reused} calls of scopes not run again")
-            again.append(f"{counters.tensors_recomputed} tensors restored")
-            lines += [f"forward: {', '.join(dropped)}", f"backward: {', '.join(again)}"]
+            lines += _of_recomputation(counters)
         if self.plan.offloads:
-            parts = ", ".join(f"{scope} {_size(count)}" for scope, count in sorted(counters.bytes_offloaded.items()))
-            lines += [
-                f"offloaded: {counters.records} storages ({parts or 'nothing'}); {_size(counters.bytes_deduplicated)} "
-                f"more were in the store already; store at most {_size(counters.store_peak)}, "
-                f"{_size(counters.store_allocated)} reserved",
-                f"reloaded: {_size(counters.bytes_reloaded)}; {counters.prefetch_hits} ahead of use, "
-                f"{counters.prefetch_waits} on demand, {counters.reads_in_place} read before they had left; "
-                f"{counters.wait_seconds:.2f} s of waiting; on their way at most {_size(counters.window_out)} out and "
-                f"{_size(counters.window_in)} in",
-            ]
+            lines.extend(f"store: {store}" for store in self.stores)
+            lines += _of_offload(counters)
         if self.plan.streamed:
-            lines.append(
-                f"weights: {_size(counters.weights_streamed)} streamed, {_size(counters.weight_bytes_in)} fetched in "
-                f"{counters.weight_fetches} copies; {counters.weight_hits} uses ahead, {counters.weight_waits} on "
-                f"demand; {counters.weight_wait_seconds:.2f} s of waiting; on the device at most "
-                f"{_size(counters.weight_window)}"
-            )
-            if counters.gradient_bytes_out:
-                lines.append(
-                    f"gradients: {_size(counters.gradient_bytes_out)} brought home, at most "
-                    f"{_size(counters.gradient_window)} at one time"
-                )
-            if counters.weights_tied:
-                lines.append(f"tied weights: {_size(counters.weights_tied)} stay on the device, for others share them")
+            lines += _of_weights(counters)
         if counters.bytes_refused:
-            lines.append(f"no room: {_size(counters.bytes_refused)} stayed, for the store had no room for them")
+            lines.append(f"no room: {in_bytes(counters.bytes_refused)} stayed, for the store had no room for them")
         if self.never_called:
             lines.append(f"never called: {', '.join(self.never_called)}; the plan has no effect on them")
+        if self.out_of_order:
+            lines.append(
+                f"called early: {', '.join(self.out_of_order)}, before blocks that precede them in the plan; segments "
+                "end there, so name the blocks in the order of their calls"
+            )
         if counters.blocks_kept:
             lines.append(f"kept: {counters.blocks_kept} calls can't be run again (a warning says why)")
         lines.extend(f"note: {note}" for note in self.plan.notes)
         return "\n".join(lines)
 
 
-def _size(count: int) -> str:
-    """Return a number of bytes for people: `1.5 MiB`."""
-    value = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+def _of_recomputation(counters: Counters) -> list[str]:
+    dropped = [f"{counters.segments} segments, {counters.blocks_recorded} block calls dropped their activations"]
+    again = [f"{counters.replays} replays, {counters.blocks_recomputed} block calls recomputed"]
+    if counters.scopes_recorded:
+        dropped.append(f"so did {counters.scopes_recorded} calls of scopes alone")
+        again.append(f"{counters.scopes_recomputed} calls of scopes alone recomputed")
+    if counters.scopes_reused:
+        again.append(f"{counters.scopes_reused} calls of scopes not run again")
+    again.append(f"{counters.tensors_recomputed} tensors restored")
+    return [f"forward: {', '.join(dropped)}", f"backward: {', '.join(again)}"]
+
+
+def _of_offload(counters: Counters) -> list[str]:
+    scopes = [f"{scope} {in_bytes(count)}" for scope, count in sorted(counters.bytes_offloaded.items())]
+    return [
+        f"offloaded: {counters.records} storages ({', '.join(scopes) or 'nothing'}); "
+        f"{in_bytes(counters.bytes_deduplicated)} more were in the store already; "
+        f"store at most {in_bytes(counters.store_peak)}, {in_bytes(counters.store_allocated)} reserved",
+        f"reloaded: {in_bytes(counters.bytes_reloaded)}; {counters.prefetch_hits} ahead of use, "
+        f"{counters.prefetch_waits} on demand, {counters.reads_in_place} read before they had left; "
+        f"{counters.wait_seconds:.2f} s of waiting; on their way at most {in_bytes(counters.window_out)} out "
+        f"and {in_bytes(counters.window_in)} in",
+    ]
+
+
+def _of_weights(counters: Counters) -> list[str]:
+    lines = [
+        f"weights: {in_bytes(counters.weights_streamed)} streamed, "
+        f"{in_bytes(counters.weight_bytes_in)} fetched in {counters.weight_fetches} copies; "
+        f"{counters.weight_hits} uses ahead, {counters.weight_waits} on demand; "
+        f"{counters.weight_wait_seconds:.2f} s of waiting; on the device at most {in_bytes(counters.weight_window)}"
+    ]
+    if counters.gradient_bytes_out:
+        lines.append(
+            f"gradients: {in_bytes(counters.gradient_bytes_out)} brought home, at most "
+            f"{in_bytes(counters.gradient_window)} at one time"
+        )
+    if counters.weights_tied:
+        lines.append(f"tied weights: {in_bytes(counters.weights_tied)} stay on the device, for others share them")
+    return lines

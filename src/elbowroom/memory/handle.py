@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from elbowroom.memory.block_forward import BlockForward, ScopeForward
 from elbowroom.memory.blocks import unwrap
+from elbowroom.memory.call_order import CallOrder
 from elbowroom.memory.counters import Counters, Report
 from elbowroom.memory.devices import device_for
 from elbowroom.memory.installed import Installed
@@ -24,6 +25,7 @@ from elbowroom.memory.module_state import modules_of
 from elbowroom.memory.offload.offloader import Offloader
 from elbowroom.memory.offload.opening import open_store
 from elbowroom.memory.offload.outside import Outside
+from elbowroom.memory.own_checkpointing import OwnCheckpointing
 from elbowroom.memory.plan import Plan, Treatments
 from elbowroom.memory.scope_calls import ActiveBlock, ActiveBlocks, Pack, Packed, ScopeCall, unpack
 from elbowroom.memory.segments import SegmentRun
@@ -49,7 +51,12 @@ class Handle:
         )
         self._weights_first: Callable[[Pack], Pack] = _same if self._streamer is None else self._streamer.first
         self._installed: list[Installed] = []
-        self._called: dict[str, bool] = {}
+        self._treated = [
+            block for block in plan.blocks if block.treatments != Treatments() or plan.residency(block) != "resident"
+        ]
+        self._order = CallOrder([block.name for block in self._treated])
+        self._stores: list[str] = []
+        self._own_checkpointing = OwnCheckpointing(unwrap(model))
         try:
             for forward in (*self._layers(), *self._blocks(unwrap(model))):
                 forward.install()
@@ -76,8 +83,8 @@ class Handle:
 
     def report(self) -> Report:
         """Return the plan and the totals so far, as a copy that does not change any more."""
-        idle = tuple(name for name, called in self._called.items() if not called)
-        return Report(self.plan, copy.deepcopy(self._counters), idle if any(self._called.values()) else ())
+        counters = copy.deepcopy(self._counters)
+        return Report(self.plan, counters, self._order.never_called, self._order.early, tuple(self._stores))
 
     def settle(self) -> None:
         """Let go of what finished copies still hold on the device; for the time between two steps.
@@ -141,10 +148,12 @@ class Handle:
         offloader = Offloader(seam, open_store(seam, self.plan.offload), self.plan.offload, self._counters)
         if self._prefetch is not None:
             offloader.prefetch = self._prefetch
+        self._stores.append(offloader.description)
         return offloader
 
     def call_block(self, forward: BlockForward, args: tuple, kwargs: dict) -> Any:
-        self._called[forward.block.name] = True
+        self._order.note(forward.block.name)
+        self._own_checkpointing.refuse()
         if not torch.is_grad_enabled():
             return forward.original(*args, **kwargs)
         forward.follow_replaced_modules()
@@ -214,13 +223,10 @@ class Handle:
 
     def _blocks(self, base: nn.Module) -> Iterator[BlockForward]:
         units = {} if self._streamer is None else {unit.name: unit for unit in self._streamer.units}
-        for position, block in enumerate(self.plan.blocks):
-            if block.treatments == _KEPT and self.plan.residency(block) == "resident":
-                continue
+        for position, block in enumerate(self._treated):
             visiting = None
             if self._streamer is not None and block.name in units:
                 visiting = partial(self._streamer.visiting, units[block.name])
-            self._called[block.name] = False
             yield BlockForward(self, base.get_submodule(block.name), block, position, visiting)
 
     def _accelerator(self, module: nn.Module) -> torch.device | None:
@@ -285,6 +291,3 @@ def accelerator_of(module: nn.Module) -> torch.device | None:
 
 def _same(pack: Pack) -> Pack:
     return pack
-
-
-_KEPT = Treatments()

@@ -55,6 +55,10 @@ class ScopeModules:
     feed_forward: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for scope in fields(self):
+            names = getattr(self, scope.name)
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{scope.name} must be a tuple of names, as in ('attn',), not {names!r}")
         names = (*self.attention, *self.feed_forward)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -87,6 +91,8 @@ class BlockPlan:
     keep_kernel: bool = False
 
     def __post_init__(self) -> None:
+        if self.boundary not in ("keep", "offload"):
+            raise ValueError(f"{self.name}: the boundary must be 'keep' or 'offload', not {self.boundary!r}")
         if (self.segment is not None) != (self.treatments.rest == "recompute"):
             raise ValueError(
                 f"{self.name}: a block is in a segment exactly if its rest is recomputed, but the segment is "

@@ -29,9 +29,9 @@ class OptionsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = normalise(args)
         known = {flag for parameter in self.get_params(ctx) for flag in parameter.opts}
-        unknown = unknown_flags(arguments, known)
-        if unknown:
-            ctx.fail("; ".join(unknown))
+        problems = usage_problems(arguments, known)
+        if problems:
+            ctx.fail("; ".join(problems))
         return super().parse_args(ctx, arguments)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -109,24 +109,49 @@ def normalise(arguments: Sequence[str]) -> list[str]:
     return normalised
 
 
-def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """What is wrong with each flag that does not exist, and which one was perhaps meant; `arguments` are normalised."""
-    takes_value = {option.flag for option in all_options().values()}
+def usage_problems(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """What is wrong with how flags are written; `arguments` are normalised, `known` are the flags of the command.
+
+    A flag that does not exist, with the one that was perhaps meant; a flag whose value is missing, so that the next
+    flag would be taken for it; a word after a boolean flag that is neither a value of it nor a file.
+    """
+    options = {option.flag: option for option in all_options().values()}
     problems = []
+    previous = ""
     rest = list(arguments)
     while rest and rest[0] != "--":
         argument = rest.pop(0)
         name = argument.partition("=")[0]
         if not name.startswith("--"):
-            continue
-        if name in known:
-            if name == argument and name in takes_value and rest:
-                rest.pop(0)
-            continue
-        holding = [flag for flag in sorted(known) if flag.endswith(name.removeprefix("-"))]
-        meant = holding[0] if holding else nearest(name, known)
-        problems.append(f"there is no option {name}" + (f"; did you mean {meant}?" if meant else ""))
+            flag = previous.removesuffix("=true")
+            if flag != previous and flag in options and not _may_be_a_file(argument):
+                problems.append(_no_value_of(options[flag], argument))
+        elif name not in known:
+            holding = [flag for flag in sorted(known) if flag.endswith(name.removeprefix("-"))]
+            meant = holding[0] if holding else nearest(name, known)
+            problems.append(f"there is no option {name}" + (f"; did you mean {meant}?" if meant else ""))
+        elif name == argument and name in options and rest:
+            value = rest.pop(0)
+            flag = value.partition("=")[0].replace("_", "-")
+            if flag in known or flag.replace("--no-", "--", 1) in known:
+                problems.append(
+                    f"{name} has no value: {value} is the next flag (if it is meant as the value, write {name}={value})"
+                )
+        previous = argument
     return problems
+
+
+def _may_be_a_file(argument: str) -> bool:
+    return argument.endswith(".toml") or Path(argument).exists()
+
+
+def _no_value_of(option: Option, word: str) -> str:
+    meant = nearest(word, _words(option))
+    suggestion = f"; did you mean {meant}?" if meant else ""
+    return (
+        f"{word} is neither a value of {option.flag}, which must be {option.kind.accepted}, nor a configuration file"
+        f"{suggestion}"
+    )
 
 
 def _words(option: Option) -> tuple[str, ...]:

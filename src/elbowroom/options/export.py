@@ -32,6 +32,8 @@ from everywhere:
 - **Booleans** are `true`, `yes`, `on`, `1` or `false`, `no`, `off`, `0`, in any case. On the command line
   `--tensorboard` means true and `--no-tensorboard` false.
 - **Numbers** may be written as text or with an exponent: `100`, `"100"`, `1e2`, `1e-4`.
+- **Sizes** are bytes, with or without a unit: `KiB`, `MiB`, `GiB`, `TiB` are powers of 1024, `KB`, `MB`, `GB`, `TB`
+  powers of 1000.
 - **Paths** are taken from the current directory, except in a file, where they are taken from the file's folder.
 - **Lists** are an array in TOML; elsewhere a JSON array (`["a", "b"]`), or text with the separator that the option
   names between the items, or on the command line the flag several times.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +62,13 @@ class Display:
             self.warn(f"checkpoint passed over: {skipped}")
         if sources:
             self.console.print(to_resolved_table(job.resolved))
+
+    @contextmanager
+    def warnings(self) -> Iterator[None]:
+        """Show Python's warnings as lines of ours while the block runs, instead of across the bars."""
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: self.warn(f"warning: {message}")
+            yield
 
     @contextmanager
     def bars(self) -> Iterator[None]:

@@ -92,3 +92,11 @@ def remove_unfinished(folder: Path) -> list[Path]:
         else:
             leftover.unlink()
     return leftovers
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or the nearest of its parents that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from elbowroom.training.data.digests import index_name
 from elbowroom.training.data.scan import Scan, require_samples, scan
 from elbowroom.training.data.summary import Summary, summarize
 from elbowroom.training.devices import device_named
+from elbowroom.training.files import nearest_existing
 from elbowroom.training.lora import add_lora
 from elbowroom.training.pipeline import ModelError, PipelineFolder
 from elbowroom.training.placement import Placement
@@ -123,6 +126,8 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
     run = RunFolder(options.run_folder)
     placement = Placement(device, options.controls(), run.path)
     plan = _planned(denoiser, folder, placement)
+    for name in ("activation_store_path", "weight_store_path"):
+        _check_store_folder(resolved, name)
     if run.path.resolve() == options.cache_folder.resolve():
         raise RunFolderError(
             f"{run.path} would be the folder of the run and of the cache; give the run another name "
@@ -216,6 +221,21 @@ def _planned(denoiser: nn.Module, folder: PipelineFolder, placement: Placement) 
     if controls.ramtorch_controlnet:
         raise ControlsError("ramtorch_controlnet", "has no effect, for this run has no ControlNet; leave it out")
     return plan
+
+
+def _check_store_folder(resolved: Resolved, option: str) -> None:
+    """Raise RunFolderError if no folder can be there; it is made when it is first needed."""
+    folder = getattr(resolved.options, option)
+    if folder is None:
+        return
+    existing = nearest_existing(Path(folder))
+    if not existing.is_dir():
+        why = f"{existing} is not a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        why = f"{existing} can't be written to"
+    else:
+        return
+    raise RunFolderError(f"{option} ({resolved.sources[option]}): {why}; name a folder that you may write to")
 
 
 def _check_guidance(resolved: Resolved, denoiser: Any) -> None:

@@ -133,7 +133,9 @@ class Run:
             # Before the optimizer's state is loaded, which goes to where its parameters are.
             self.handle = apply(self.denoiser, job.plan, device=job.device if job.plan.streamed else None)
             if job.plan.offloads and job.plan.offload.prefetch is None:
-                self.prefetch = PrefetchTuner(self.handle, job.run.prefetch, self.denoiser, self.display.say)
+                self.prefetch = PrefetchTuner(
+                    self.handle, job.run.prefetch, self.denoiser, job.device, self.display.say
+                )
         self._resume()
         if job.resolved.options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -163,12 +165,16 @@ class Run:
                     if due or last or interrupted():
                         self._save_checkpoint()
                     if interrupted() and not last:
+                        self._say_what_memory_options_did()
                         raise Interrupted
             result = self._save_result()
             self._validate()
+        self._say_what_memory_options_did()
+        return Outcome(result, self.loss, self._compare())
+
+    def _say_what_memory_options_did(self) -> None:
         if self.handle is not None:
             self.display.say(str(self.handle.report()))
-        return Outcome(result, self.loss, self._compare())
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 

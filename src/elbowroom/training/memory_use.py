@@ -7,6 +7,8 @@ import sys
 
 import torch
 
+from elbowroom.options.definition import Options
+
 
 def peak_memory(device: torch.device) -> int:
     """Return the peak in bytes so far: of the accelerator's tensors, or, on the CPU, of the whole process."""
@@ -22,3 +24,22 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # The allocator for the CPU has no error class of its own.
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def what_needs_less(options: Options) -> str:
+    """Return what a run could change to need less memory, the cheapest first; what it does already is left out."""
+    controls = options.controls()
+    measures = {
+        "gradient_checkpointing": not controls.gradient_checkpointing,
+        "activation_offload=all": not controls.offloads,
+        "weight_streaming=100%": not controls.streams_weights,
+        "ramtorch_text_encoder and ramtorch_vae (while pictures and captions are encoded)": not (
+            controls.ramtorch_text_encoder and controls.ramtorch_vae
+        ),
+        "precision=bf16": options.precision != "bf16",
+        "training_type=lora": options.training_type != "lora",
+        "a smaller batch": options.batch > 1,
+        "a lower resolution": True,
+    }
+    possible = [measure for measure, helps in measures.items() if helps]
+    return ", ".join(possible[:-1]) + " or " * (len(possible) > 1) + possible[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from elbowroom.memory.offload.stack import Slab, Span
 from elbowroom.memory.offload.stacked_store import StackedStore, StoredSpan, wait_for
 from elbowroom.memory.offload.staging import StagedLoad, Staging
 from elbowroom.memory.offload.store import Stored, StoreError
+from elbowroom.memory.sizes import in_bytes
 
 
 class DiskStore(StackedStore):
@@ -45,7 +45,7 @@ class DiskStore(StackedStore):
         self._device = device
         self._folder = folder
         self._files: dict[Slab, _File] = {}
-        self._disk = _Disk()
+        self._writes = _Writes()
         # One thread writes: what it writes first is read last. Reads wait for writes, never the other way around,
         # except for a write into room that an earlier read still uses.
         self._writer = ThreadPoolExecutor(1, "elbowroom-write")
@@ -54,6 +54,10 @@ class DiskStore(StackedStore):
         self._staging_out = None if device.in_host_memory else Staging(device, staging)
         self._staging_in = None if device.in_host_memory else Staging(device, staging)
         weakref.finalize(self, _shut_down, self._writer, self._readers)
+
+    @property
+    def description(self) -> str:
+        return f"files in {self._folder}, at most {in_bytes(self._limit)}"
 
     def load(self, stored: Stored, target: torch.Tensor) -> Event:
         assert isinstance(stored, _DiskSpan)
@@ -83,12 +87,13 @@ class DiskStore(StackedStore):
                     staging.close()
 
     def _begin_save(self, source: torch.Tensor, span: Span, after: Sequence[Event]) -> StoredSpan | None:
-        if self._disk.failed:
+        if self._writes.failure is not None:
+            self.trouble = self._writes.failure
             return None
         file = self._files[span.slab]
         if self._staging_out is None:
             stored = _DiskSpan(span)
-            stored.written = self._writer.submit(_write, self._disk, file, span, source, after)
+            stored.written = self._writer.submit(_write, self._writes, file, span, source, after)
             stored.saved = FutureEvent(stored.written)
             return stored
         try:
@@ -99,7 +104,7 @@ class DiskStore(StackedStore):
             return None
         stored = _StagedSpan(span, buffer)
         stored.saved = self._device.copy_out(source, buffer[: span.nbytes])
-        stored.written = self._writer.submit(_write_buffer, self._disk, file, stored, after, self._staging_out)
+        stored.written = self._writer.submit(_write_buffer, self._writes, file, stored, after, self._staging_out)
         stored.used_by(FutureEvent(stored.written))
         return stored
 
@@ -107,9 +112,9 @@ class DiskStore(StackedStore):
         try:
             self._files[slab] = _File(self._folder, slab.nbytes)
         except OSError as error:
-            self._disk.warn(
-                f"{self._folder} can't take {slab.nbytes} more bytes of activations ({error.strerror}); they stay in "
-                "memory. Set activation_store_path to another folder, on a disk with more room"
+            self.trouble = (
+                f"{self._folder} can't take a file of {in_bytes(slab.nbytes)} ({error.strerror}); set "
+                "activation_store_path to a folder on a disk with more room"
             )
             return False
         return True
@@ -147,22 +152,14 @@ class _File:
             self._file.close()
 
 
-class _Disk:
-    """What is known about the disk.
+class _Writes:
+    """What has become of writing.
 
     Attributes:
-        failed: a write has failed, so nothing more is saved.
+        failure: what went wrong, so that nothing more is saved; None while all is well.
     """
 
-    def __init__(self) -> None:
-        self.failed = False
-        self._warned = False
-
-    def warn(self, message: str) -> None:
-        """Warn, the first time."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(message, stacklevel=2)
+    failure: str | None = None
 
 
 class _DiskSpan(StoredSpan):
@@ -194,15 +191,14 @@ class _StagedSpan(_DiskSpan):
             return event
 
 
-def _write_buffer(disk: _Disk, file: _File, stored: _StagedSpan, after: Sequence[Event], staging: Staging) -> None:
+def _write_buffer(writes: _Writes, file: _File, stored: _StagedSpan, after: Sequence[Event], staging: Staging) -> None:
     buffer = stored.buffer
     assert buffer is not None
     try:
         stored.saved.wait()
-        _write(disk, file, stored.span, buffer[: stored.nbytes], after)
-    except StoreError as error:
+        _write(writes, file, stored.span, buffer[: stored.nbytes], after)
+    except StoreError:
         staging.keep(buffer, stored.reads)  # it serves all loads
-        disk.warn(f"{error}; they stay in host memory, and what follows stays on the device")
         return
     except BaseException:
         staging.keep(buffer, stored.reads)
@@ -212,13 +208,16 @@ def _write_buffer(disk: _Disk, file: _File, stored: _StagedSpan, after: Sequence
     staging.give(buffer, stored.reads)
 
 
-def _write(disk: _Disk, file: _File, span: Span, source: torch.Tensor, after: Sequence[Event]) -> None:
+def _write(writes: _Writes, file: _File, span: Span, source: torch.Tensor, after: Sequence[Event]) -> None:
     wait_for(after)
     try:
         write_all(file.number, source, span.offset)
     except OSError as error:
-        disk.failed = True
-        raise StoreError(f"{source.nbytes} bytes of activations could not be written ({error.strerror})") from error
+        writes.failure = (
+            f"{in_bytes(source.nbytes)} could not be written ({error.strerror}); set activation_store_path to a folder "
+            "on a disk with more room"
+        )
+        raise StoreError(writes.failure) from error
 
 
 def _read(file: _File, stored: _DiskSpan, target: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from elbowroom.memory.devices.base import Device, Event
 from elbowroom.memory.offload.stack import Slab, Span
 from elbowroom.memory.offload.stacked_store import StackedStore, StoredSpan, wait_for
 from elbowroom.memory.offload.store import Stored
+from elbowroom.memory.sizes import in_bytes
 
 
 class HostStore(StackedStore):
@@ -29,10 +30,13 @@ class HostStore(StackedStore):
         super().__init__(limit=limit, slab=slab)
         self._device = device
         self._pinned = pinned
-        self._warned = False
         self._memory: dict[Slab, torch.Tensor] = {}
         # A store that nobody closes may be dropped at any moment: not its memory, while a copy uses that.
         weakref.finalize(self, _settle, self._memory, self._live, self._pending)
+
+    @property
+    def description(self) -> str:
+        return f"{'pinned' if self._pinned else 'ordinary'} host memory, at most {in_bytes(self._limit)}"
 
     def load(self, stored: Stored, target: torch.Tensor) -> Event:
         assert isinstance(stored, StoredSpan)
@@ -63,9 +67,7 @@ class HostStore(StackedStore):
         try:
             self._memory[slab] = self._device.host_memory(slab.nbytes, pinned=False)
         except RuntimeError as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"activations stay on the device, for host memory can't be had: {error}", stacklevel=2)
+            self.trouble = f"host memory can't be had: {error}"
             return False
         return True
 

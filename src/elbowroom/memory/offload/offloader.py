@@ -23,6 +23,7 @@ from elbowroom.memory.offload.stacked_store import over
 from elbowroom.memory.offload.store import Store, StoreError
 from elbowroom.memory.plan import OffloadSettings
 from elbowroom.memory.scope_calls import Packed
+from elbowroom.memory.sizes import in_bytes
 
 DEFAULT_WINDOW = 256 << 20
 
@@ -57,6 +58,11 @@ class Offloader:
         self._warned = False
         # Filled by destructors, which may run at any moment in any thread, so nothing else may be done there.
         self._gone: deque[tuple[int, Ahead]] = deque()
+
+    @property
+    def description(self) -> str:
+        """Where tensors go, and within which bounds; for people."""
+        return f"{self.device.device}: {self.store.description}; window {in_bytes(self._window)} each way"
 
     def pack(self, tensor: torch.Tensor, scope: str, where: str, outside: Outside | None = None) -> Packed:
         """Return what stands for a saved tensor.
@@ -138,7 +144,7 @@ class Offloader:
         flat = self.device.flat(tensor)
         stored = self.store.save(flat)
         if stored is None:
-            self._refused(nbytes, f"the store has no room for {nbytes} more bytes")
+            self._refused(nbytes, self.store.trouble or _at_its_limit(self.store))
             return None
         pass_ = self._pass
         leaving = Leaving(tensor.detach(), flat, stored.saved, nbytes)
@@ -182,7 +188,9 @@ class Offloader:
         self._counters.bytes_refused += nbytes
         if not self._warned:
             self._warned = True
-            warnings.warn(f"saved tensors stay on {self.device.device} from here on where need be: {why}", stacklevel=2)
+            warnings.warn(
+                f"saved tensors that the store has no room for stay on {self.device.device}: {why}", stacklevel=2
+            )
 
     # ---- back ----------------------------------------------------------------------------------------------------
 
@@ -307,3 +315,7 @@ class Offloader:
     def _learn(self) -> None:
         if self._pass.order:
             self._orders.learn(tuple(self._pass.sizes), self._pass.order)
+
+
+def _at_its_limit(store: Store) -> str:
+    return f"it is full ({store.description}); activation_store_limit allows more"

@@ -43,6 +43,7 @@ class StackedStore(Store):
     """
 
     def __init__(self, *, limit: int, slab: int):
+        self._limit = limit
         self._stack = SpanStack(limit, slab)
         self._live: set[StoredSpan] = set()
         self._freed: deque[StoredSpan] = deque()  # filled by destructors, which may run anywhere: append is atomic
@@ -96,7 +97,7 @@ class StackedStore(Store):
 
     @abstractmethod
     def _make(self, slab: Slab) -> bool:
-        """Make the room of a new slab; False, with a warning, if that is impossible."""
+        """Make the room of a new slab; False, with `trouble` set, if that is impossible."""
 
     @abstractmethod
     def _drop(self) -> None:

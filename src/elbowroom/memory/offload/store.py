@@ -29,7 +29,17 @@ class Store(ABC):
     """A place for bytes that leave a device and come back, last in, first out as a rule.
 
     Methods may be called from several threads.
+
+    Attributes:
+        trouble: why there is less room than its limit promises, in words; None while nothing is wrong.
     """
+
+    trouble: str | None = None
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What it is made of, where it is, and the most that it may take; for people."""
 
     @property
     @abstractmethod

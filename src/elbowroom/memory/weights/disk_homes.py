@@ -41,14 +41,9 @@ class DiskHomes(Homes):
         self._mapped: list[Unit] = []
         self._moved: list[Unit] = []
         self._pieces: dict[int, list[tuple[int, FileBytes]]] = {}
-        self._nbytes = 0
         self._readers = ThreadPoolExecutor(READERS, "elbowroom-weights")
         self._staging = None if device.in_host_memory else Staging(device, staging)
         weakref.finalize(self, self._readers.shutdown, wait=False)
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     def take_in(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -99,7 +94,6 @@ class DiskHomes(Homes):
         move(unit, torch.empty(0, dtype=torch.uint8).set_(storage))  # type: ignore[call-overload]
         self._pieces[unit.number] = [(0, FileBytes(opened, 0, unit.nbytes))]
         self._moved.append(unit)
-        self._nbytes += unit.nbytes
 
 
 def _read(pieces: Sequence[tuple[int, FileBytes]], target: torch.Tensor) -> None:

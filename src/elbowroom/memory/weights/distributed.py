@@ -57,5 +57,5 @@ def _digest(parameters: Sequence[torch.Tensor]) -> str:
         for part in dense_parts(parameter):
             flat = part.contiguous().view(-1).view(torch.uint8)
             for start in range(0, flat.numel(), _CHUNK):
-                digest.update(flat[start : start + _CHUNK].numpy().data)
+                digest.update(flat[start : start + _CHUNK].cpu().numpy().data)
     return digest.hexdigest()

@@ -46,11 +46,6 @@ class Homes(ABC):
     def close(self) -> None:
         """Wait for all copies. The weights stay where they are."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of host memory or disk that have been taken."""
-
 
 class HostHomes(Homes):
     """Host memory, page-locked if asked for. Units that are used one after another lie one behind another.
@@ -65,16 +60,10 @@ class HostHomes(Homes):
         self._pinned = pinned
         self._units: list[Unit] = []
         self._places: dict[int, tuple[torch.Tensor, int]] = {}
-        self._nbytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     def take_in(self, units: Sequence[Unit]) -> None:
         for group in _slabs(units):
             slab = self._device.host_memory(sum(unit.nbytes for unit in group), pinned=self._pinned)
-            self._nbytes += slab.nbytes
             start = 0
             for unit in group:
                 self._places[unit.number] = (slab, start)

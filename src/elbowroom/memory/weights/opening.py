@@ -39,8 +39,8 @@ def weight_store_kind(settings: WeightSettings, *, on_cpu: bool) -> StoreKind:
     kind: StoreKind = settings.store or ("disk" if on_cpu else "pinned")
     if on_cpu and kind != "disk":
         raise ValueError(
-            f"weight_store: {kind!r} is host memory, and the model is on the CPU, so its weights are there already; "
-            "use 'disk'"
+            f"weight_store: {kind!r} is host memory, and the model computes on the CPU, so its weights are there "
+            "already; use 'disk', or have it compute elsewhere (in the library, `apply(model, plan, device=…)`)"
         )
     if settings.path is not None and kind != "disk":
         raise ValueError(f"weight_store_path: has no effect, for the store is {kind!r}; set weight_store to 'disk'")

@@ -138,9 +138,9 @@ class Streamer:
                         "replace parameters before `apply`, or after `handle.remove()`"
                     )
             arrival = self._arrivals.use(unit, backward=_in_backward())
+            copies = self._copies(unit, arrival)
             arrival.users += 1
             self._used[unit.number] = arrival
-            copies = self._copies(unit, arrival)
             for holder in unit.holders:
                 holder.module._parameters[holder.name] = copies[holder.number]  # type: ignore[assignment]
         self._depths[unit.number] = depth + 1  # a module may call itself
