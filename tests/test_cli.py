@@ -214,7 +214,7 @@ def too_large_for_the_accelerator() -> torch.Tensor:
 @pytest.mark.parametrize("allocate", [too_large_for_the_machine, too_large_for_the_accelerator])
 def test_too_little_memory_is_told_in_one_line_with_what_helps(tmp_path, flux_folder, pictures, allocate, monkeypatch):
     monkeypatch.setattr(loop.Run, "_losses", lambda *_: allocate())
-    ran = elbowroom("train", *flags(model=flux_folder, data=pictures, steps=1, output_dir=tmp_path / "runs"))
+    ran = elbowroom("train", *flags(model=flux_folder, data=pictures, steps=1, batch=2, output_dir=tmp_path / "runs"))
     assert ran.exit_code == 1 and isinstance(ran.exception, SystemExit)
     error = ran.output.splitlines()[-1]
     assert error.startswith("error: there is not enough memory (")
