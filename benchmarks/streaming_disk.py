@@ -34,7 +34,11 @@ def build(double: int, single: int) -> Any:
 
     with init_empty_weights(include_buffers=False):
         model: Any = FluxTransformer2DModel(
-            num_layers=double, num_single_layers=single, attention_head_dim=128, num_attention_heads=WIDTH // 128
+            num_layers=double,
+            num_single_layers=single,
+            attention_head_dim=128,
+            num_attention_heads=WIDTH // 128,
+            guidance_embeds=True,
         )
     return model.to(torch.bfloat16)
 

@@ -123,6 +123,17 @@ class Handle:
         """
         return nullcontext() if self._streamer is None else self._streamer.at_home()
 
+    def renew(self, name: str) -> None:
+        """Take in the weights of a module whose frozen parameters were replaced, if they are streamed.
+
+        Call it between two steps. (Writing into parameters needs no such call.)
+
+        Args:
+            name: of the module, such as a block, in the unwrapped model.
+        """
+        if self._streamer is not None:
+            self._streamer.renew(name)
+
     def __enter__(self) -> Handle:
         return self
 
@@ -226,7 +237,7 @@ class Handle:
         for position, block in enumerate(self._treated):
             visiting = None
             if self._streamer is not None and block.name in units:
-                visiting = partial(self._streamer.visiting, units[block.name])
+                visiting = partial(self._streamer.visiting, units[block.name].number)
             yield BlockForward(self, base.get_submodule(block.name), block, position, visiting)
 
     def _accelerator(self, module: nn.Module) -> torch.device | None:

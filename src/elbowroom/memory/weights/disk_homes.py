@@ -56,6 +56,12 @@ class DiskHomes(Homes):
             else:
                 self._move(unit)
 
+    def leave(self, unit: Unit) -> None:
+        for units in (self._mapped, self._moved):
+            if unit in units:
+                units.remove(unit)
+        del self._pieces[unit.number]
+
     def refresh(self) -> None:
         for unit in self._moved:
             check_at_home(unit)

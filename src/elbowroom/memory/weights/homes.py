@@ -27,6 +27,10 @@ class Homes(ABC):
             RuntimeError, OSError: there is no room.
         """
 
+    @abstractmethod
+    def leave(self, unit: Unit) -> None:
+        """Forget a unit, whose parameters nobody has any more. No copy of it is under way."""
+
     def refresh(self) -> None:  # noqa: B027
         """Notice what was written into the parameters since the last pass, where that is not in their home already."""
 
@@ -70,6 +74,10 @@ class HostHomes(Homes):
                 move(unit, slab, start)
                 self._units.append(unit)
                 start += unit.nbytes
+
+    def leave(self, unit: Unit) -> None:
+        self._units.remove(unit)
+        del self._places[unit.number]
 
     def refresh(self) -> None:
         for unit in self._units:

@@ -22,12 +22,12 @@ class LayerForward(Installed):
     def __init__(self, streamer: Streamer, unit: Unit, call: Callable[[LayerForward, tuple, dict], Any]):
         super().__init__(f"layer {unit.name!r}", unit.module)
         self._streamer = streamer
-        self._unit = unit
+        self._number = unit.number
         self._call = call
 
     def install(self) -> None:
         super().install()
-        self.original = self._streamer.visiting(self._unit, self.original)
+        self.original = self._streamer.visiting(self._number, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self, args, kwargs)

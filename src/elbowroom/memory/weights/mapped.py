@@ -23,6 +23,8 @@ import numpy
 import torch
 from torch import nn
 
+from elbowroom.memory.offload.file_bytes import read_all
+
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -61,6 +63,16 @@ def mapped_from(parameter: torch.Tensor) -> FileBytes | None:
     """Return where a parameter was mapped from by `map_weights`; None if it lies elsewhere."""
     place: FileBytes | None = getattr(parameter, "_mapped_from", None)
     return place if place is not None and place.address == parameter.data_ptr() else None
+
+
+def read_mapped(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter: read from its file if it is mapped, which leaves the mapping's pages alone."""
+    place = mapped_from(parameter)
+    if place is None or written_to([parameter])[0]:
+        return parameter.detach()
+    values = torch.empty(parameter.shape, dtype=parameter.dtype)
+    read_all(place.file.descriptor, values.view(-1).view(torch.uint8), place.offset)
+    return values
 
 
 def forget_mapping(parameters: Iterable[Any]) -> None:

@@ -19,10 +19,15 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for _, inner in inner_tensors(tensor) for part in dense_parts(inner)]
 
 
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes: those of its parts, not of the matrix that a quantized one stands for."""
+    return sum(part.nbytes for part in dense_parts(tensor))
+
+
 def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of which a tensor subclass consists, each with the name of its attribute."""
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    values = [(name, getattr(tensor, name)) for name in names]
+    values = [(name, getattr(tensor, name)) for name in sorted(names)]  # some libraries name them in any order
     return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
 

@@ -21,12 +21,16 @@ class Rest:
 
     def __init__(self, base: nn.Module, units: Sequence[Unit]):
         self._base = base
+        self.renew(units)
+        places = {tensor.device for tensor in self._tensors()}
+        self._origin = places.pop() if len(places) == 1 else None
+
+    def renew(self, units: Sequence[Unit]) -> None:
+        """Note what is streamed now."""
         self._holders = [
             (holder.module, holder.name, unit.parameters[holder.number]) for unit in units for holder in unit.holders
         ]
         self._streamed = {id(parameter) for unit in units for parameter in unit.parameters}
-        places = {tensor.device for tensor in self._tensors()}
-        self._origin = places.pop() if len(places) == 1 else None
 
     def move(self, device: torch.device) -> None:
         """Move what lies elsewhere to a device; cheap if nothing does."""

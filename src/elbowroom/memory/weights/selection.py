@@ -11,6 +11,7 @@ from torch import nn
 from elbowroom.memory.control_values import ControlsError
 from elbowroom.memory.module_state import modules_of
 from elbowroom.memory.weight_controls import Component, WeightControls
+from elbowroom.memory.weights.parts import stored_bytes
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ def has_frozen(model: nn.Module) -> bool:
 
 def _bytes(modules: Sequence[nn.Module], frozen_only: bool) -> int:
     parameters = {
-        id(parameter): parameter.nbytes
+        id(parameter): stored_bytes(parameter)
         for module in modules
         for parameter in module._parameters.values()
         if parameter is not None and not (frozen_only and parameter.requires_grad)

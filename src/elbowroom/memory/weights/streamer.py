@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,25 +35,29 @@ class Streamer:
         rest: everything else of the model.
     """
 
-    def __init__(
-        self, device: Device, homes: Homes, units: Sequence[Unit], window: int, counters: Counters, rest: Rest
-    ):
+    def __init__(self, device: Device, homes: Homes, units: list[Unit], window: int, counters: Counters, rest: Rest):
         self.units = units
         self.device = device.device
         self._device = device
         self._homes = homes
         self._rest = rest
+        self._counters = counters
         self._arrivals = Arrivals(device, homes, units, window, counters, self._begin_pass)
         self._gradients = GradientsHome(device, window, counters)
         self._used: dict[int, Arrival] = {}
         self._depths: dict[int, int] = {}
 
-    def visiting(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward` of the unit's module as a call during which the weights are on the device."""
+    def visiting(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward` of a unit's module as a call during which its weights are on the device.
+
+        Args:
+            number: of the unit; by the time of the call, another one may have taken its place (`renew`).
+            forward: what is called.
+        """
 
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _Visit(self, unit):
+            with _Visit(self, self.units[number]):
                 return forward(*args, **kwargs)
 
         return call
@@ -89,10 +93,29 @@ class Streamer:
             unit: the unit.
             geometry: of the view; its offset counts from the unit's first byte.
         """
+        if self.units[unit.number] is not unit:
+            raise RuntimeError(f"the weights of {unit.name!r} were replaced between the forward and the backward pass")
         arrival = self._arrivals.use(unit, backward=True)
         with torch.no_grad():
             start = arrival.starts[unit.number] + geometry.start
             return self._device.view(arrival.flat, geometry.moved_to(start))
+
+    def renew(self, name: str) -> None:
+        """Bring home the weights that a module has now, in the place of those that it had; between two passes.
+
+        Args:
+            name: of the module, or of one that holds it.
+        """
+        replaced = [unit for unit in self.units if f"{unit.name}.".startswith(f"{name}.")]
+        self._arrivals.clear()
+        fresh = [unit.renewed() for unit in replaced]
+        for unit in replaced:
+            self._homes.leave(unit)
+        self._homes.take_in(fresh)
+        for unit in fresh:
+            self._counters.weights_streamed += unit.nbytes - self.units[unit.number].nbytes
+            self.units[unit.number] = unit
+        self._rest.renew(self.units)
 
     def close(self) -> None:
         """Give up all copies, and put everything back where it was. Graphs that were built before still work."""

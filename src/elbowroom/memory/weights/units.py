@@ -88,6 +88,10 @@ class Unit:
         self.addresses: list[int] = []
         self._starts = [part.start for part in self.parts]
 
+    def renewed(self) -> Unit:
+        """Return a unit of the parameters that the same holders have now."""
+        return Unit(self.name, self.module, self.number, [(holder.module, holder.name) for holder in self.holders])
+
     def part_at(self, start: int) -> Part:
         """Return the part in which a byte of the unit lies."""
         return self.parts[bisect_right(self._starts, start) - 1]
