@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -36,6 +37,9 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # About kernels and formats of files that the libraries of number formats can do without.
+    for library in ("torchao", "sdnq", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     # A hint about speed from torch that users can't act on: Diffusers keeps some norms in float32 on purpose.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     app()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
+import subprocess
+import sys
 import weakref
 from functools import partial
 from typing import Any
@@ -20,8 +21,6 @@ from elbowroom.memory.weights.parts import stored_bytes
 from elbowroom.quantization import FORMATS, QuantizedWeight, quantize_base
 from elbowroom.testing import simulated_accelerator
 from tests.support.models import add_lora, assert_identical, flux, flux_inputs, step
-
-os.environ.setdefault("SDNQ_USE_TORCH_COMPILE", "0")
 
 WORST = {8: 0.03, 4: 0.1}
 """Relative error of a matrix of normal numbers, by bits."""
@@ -292,3 +291,33 @@ def test_tensors_of_the_libraries_themselves(quantize, tmp_path):
             assert_identical(expected, step(model, flux_inputs())[1])
         assert handle.report().counters.weight_bytes_in > 0
     assert_identical(expected, step(model, flux_inputs())[1])
+
+
+def test_the_option_has_the_names_of_the_formats():
+    from typing import get_args
+
+    from elbowroom.options.definition import BasePrecision
+
+    assert get_args(BasePrecision) == tuple(FORMATS)
+
+
+def test_the_first_time_in_a_process_gives_the_same_weights_as_later():
+    """A format that is found by random search, by a library that draws random numbers when it is imported."""
+    program = """
+import torch
+from torch import nn
+from elbowroom.quantization import quantize_base
+
+def weight():
+    block = nn.Sequential(nn.Linear(32, 32, bias=False)).requires_grad_(False)
+    torch.manual_seed(1)
+    nn.init.normal_(block[0].weight)
+    model = nn.Module()
+    model.blocks = nn.ModuleList([block])
+    quantize_base(model, "int8-sdnq-svd", blocks=["blocks.*"])
+    return block[0].weight.dequantize()
+
+print(torch.equal(weight(), weight()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from elbowroom.memory import Handle, apply
+from elbowroom.training import placement
+from elbowroom.training.checkpoints import CheckpointError
 from elbowroom.training.pipeline import PipelineFolder
 from tests.support.runs import draw_pictures, job, run
 from tests.training.test_memory import weights
@@ -79,13 +82,61 @@ def test_a_full_fine_tune_and_resuming(training_type, basics):
     assert weights(resumed.run.path) == weights(plain.run.path)
 
 
-def test_encoders_are_streamed_while_they_are_used(basics):
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_a_quantized_base(family, basics):
+    plain, _, _ = run(**basics(family, "plain"))
+    ways: dict[str, dict[str, object]] = {
+        "resident": {},
+        "from files": {"weight_streaming": "100%"},
+        "layers": {"ramtorch": True, "gradient_checkpointing": True},
+        "recomputed": {"weight_streaming": 2, "gradient_checkpointing": True},
+    }
+    found = {}
+    for name, options in ways.items():
+        quantized, _, printed = run(
+            **basics(family, name.replace(" ", "-")), base_model_precision="int8-torchao", **options
+        )
+        found[name] = weights(quantized.run.path)
+        assert re.search(r"base quantized to int8-torchao: \d+ layers, ([\d.]+) KiB of weights are", printed)
+        assert "frozen weights in int8-torchao" not in printed  # the announcement is the command's
+    assert all(each == found["resident"] for each in found.values())
+    assert found["resident"] != weights(plain.run.path)
+
+
+def test_a_run_with_a_quantized_base_goes_on_exactly(basics):
+    options = basics("flux", "run") | {"base_model_precision": "int8-sdnq-svd", "checkpoint_steps": 2}
+    whole, _, _ = run(**options | {"name": "whole", "steps": 4})
+    run(**options | {"steps": 2})
+    resumed, _, _ = run(**options | {"steps": 4})
+    assert resumed.resume is not None and weights(resumed.run.path) == weights(whole.run.path)
+    with pytest.raises(CheckpointError, match="base_model_precision .*: was int8-sdnq-svd, is int4-torchao"):
+        job(**options | {"steps": 6, "base_model_precision": "int4-torchao"})
+
+
+def test_quantizing_that_can_not_be_is_refused_before_the_run(basics, monkeypatch):
+    with pytest.raises(ValueError, match="base_model_precision .* has no effect unless training_type is lora"):
+        job(**basics("flux", "run"), base_model_precision="int8-torchao", training_type="full")
+    with pytest.raises(ValueError, match="did you mean int8-sdnq"):
+        job(**basics("flux", "run"), base_model_precision="int8-sndq")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="nf4-bitsandbytes needs the package bitsandbytes: pip install bitsandbytes"):
+        job(**basics("flux", "run"), base_model_precision="nf4-bitsandbytes")
+
+
+def test_encoders_are_streamed_while_they_are_used(basics, monkeypatch, tmp_path):
     plain, _, _ = run(**basics("flux", "plain"))
+    handles: list[Handle] = []
+    monkeypatch.setattr(
+        placement, "apply", lambda *args, **kwargs: (handles.append(apply(*args, **kwargs)), handles[-1])[1]
+    )
     streamed, _, _ = run(
-        **basics("flux", "streamed"), ramtorch_text_encoder=True, ramtorch_text_encoder_percent=70, ramtorch_vae=True,
+        **basics("flux", "streamed"), cache_dir=tmp_path / "another", ramtorch_text_encoder=True,
+        ramtorch_text_encoder_percent=70, ramtorch_vae=True,
         ramtorch_disable_extensions=False,
     )  # fmt: skip
     assert weights(streamed.run.path) == weights(plain.run.path)
+    fetched = [handle.report().counters.weight_bytes_in for handle in handles]
+    assert len(fetched) >= 4 and all(fetched)  # two text encoders, the autoencoder, and that again to draw
     drawn = sorted(path.relative_to(plain.run.path) for path in plain.run.samples.rglob("*.png"))
     assert drawn
     assert all((plain.run.path / path).read_bytes() == (streamed.run.path / path).read_bytes() for path in drawn)

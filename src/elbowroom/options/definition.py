@@ -20,6 +20,12 @@ from elbowroom.options.rules import broken_rules
 Steps = Annotated[int, Ge(1), Le(10**9)]
 Batch = Annotated[int, Ge(1), Le(2**16)]
 
+BasePrecision = Literal[
+    "int8-torchao", "float8-torchao", "int4-torchao", "int8-sdnq", "int8-sdnq-hadamard", "int8-sdnq-svd", "uint4-sdnq",
+    "nf4-bitsandbytes",
+]  # fmt: skip
+"""The names in `elbowroom.quantization.FORMATS`."""
+
 RunName = Annotated[str, Matching(r"[^./\\\0][^/\\\0]*", "a name without slashes that doesn't begin with a dot")]
 
 Device = Annotated[
@@ -44,6 +50,11 @@ class ModelOptions(Group):
     precision: Literal["bf16", "fp32"] = "bf16"
     """Number format of the computation: bf16 takes half the memory of fp32 and has the same range with fewer digits;
     fp32 is the exact one, for comparisons and for small models on the CPU."""
+
+    base_model_precision: BasePrecision | None = None
+    """Number format of the frozen weights of a LoRA's base, in the linear layers of its blocks: a half or a quarter of
+    the bytes of bf16, for a small error of each weight. int8 formats are the most exact ones; svd and hadamard spread
+    outliers; nf4 and the 4-bit ones are the smallest. Computation stays in `precision`. Unset: not quantized."""
 
 
 class RunOptions(Group):

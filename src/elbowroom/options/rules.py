@@ -93,6 +93,7 @@ RULES = (
     _only_with_prompts("validation_guidance"),
     Rule(tuple(control.name for control in dataclasses.fields(Controls)), _controls),
     _only_with("rank", "training_type", "lora"),
+    _only_with("base_model_precision", "training_type", "lora"),
     _only_with("alpha", "training_type", "lora"),
     _only_with("lora_targets", "training_type", "lora"),
     _only_with("lora_format", "training_type", "lora"),

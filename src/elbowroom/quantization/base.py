@@ -86,6 +86,24 @@ def quantize_base(
     return Quantized(len(layers), before, sum(stored_bytes(layer.weight) for layer in layers), tuple(left))
 
 
+def put_stand_ins(model: nn.Module, precision: str, *, blocks: Sequence[str] | None = None) -> None:
+    """Replace what `quantize_base` would quantize by weights of about as many bytes; for a model on the meta device.
+
+    Scales are not counted. The model can't compute afterwards.
+
+    Raises:
+        ValueError: as for `quantize_base`.
+    """
+    format = format_named(precision)
+    base = unwrap(model)
+    for block in find_blocks(base, blocks if blocks is not None else block_patterns(base)):
+        for _, layer in frozen_linears(block.module):
+            if format.suits(layer.weight):
+                nbytes = layer.weight.numel() * format.bits // 8
+                stand_in = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+                layer.weight = nn.Parameter(stand_in, requires_grad=False)
+
+
 def frozen_linears(block: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Return the linear layers of a block whose weights are frozen, without those of adapters."""
     return [

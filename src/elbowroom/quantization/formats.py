@@ -5,6 +5,7 @@ Each is a thin adapter of a library, which is imported when the format is first 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,9 +24,11 @@ class Format(ABC):
 
     Attributes:
         package: the library that does the work.
+        modules: those of its modules that are used.
     """
 
     package: ClassVar[str]
+    modules: ClassVar[tuple[str, ...]]
 
     @property
     @abstractmethod
@@ -52,6 +55,7 @@ class Torchao(Format):
     config: str
 
     package = "torchao"
+    modules = ("torchao.quantization",)
 
     @property
     def bits(self) -> int:
@@ -80,6 +84,7 @@ class TorchaoInt4(Format):
     group: int = 32
 
     package = "torchao"
+    modules = ("torchao.quantization.quant_primitives",)
 
     @property
     def bits(self) -> int:
@@ -125,22 +130,29 @@ class Sdnq(Format):
     svd: bool = False
 
     package = "sdnq"
+    modules = ("sdnq.quantizer", "sdnq.training", "sdnq.utils")
 
     @property
     def bits(self) -> int:
         return 4 if self.dtype.endswith("4") else 8
 
     def quantize(self, weight: torch.Tensor) -> Payload:
+        from sdnq.quantizer import sdnq_quantize_layer_weight
         from sdnq.training import SDNQTensor
 
-        quantized = SDNQTensor.from_float(
+        # `SDNQTensor.from_float` compiles this for each shape, and compiled code rounds otherwise each time it is made
+        # for more general shapes.
+        dequantizer, parts = sdnq_quantize_layer_weight(
             weight.detach(),
             layer_class_name="Linear",
             weights_dtype=self.dtype,
+            group_size=32,
             use_hadamard=self.hadamard,
             use_svd=self.svd,
+            use_quantized_matmul=False,
             use_stochastic_rounding=False,  # the same weights each time
         )
+        quantized = SDNQTensor(dequantizer, **parts)
         return {"weight": quantized}
 
     def dequantize(self, payload: Payload, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -159,6 +171,7 @@ class Nf4(Format):
     block: int = 64
 
     package = "bitsandbytes"
+    modules = ("bitsandbytes.functional",)
 
     @property
     def bits(self) -> int:
@@ -196,7 +209,10 @@ FORMATS: Mapping[str, Format] = {
 
 
 def format_named(name: str) -> Format:
-    """Return the format of a name.
+    """Return the format of a name, with its library imported.
+
+    Imported here and not at the first use, since some libraries draw random numbers when they are imported, which would
+    change what a format that is found by random search finds.
 
     Raises:
         ValueError: there is none, or its library is not installed.
@@ -206,4 +222,6 @@ def format_named(name: str) -> Format:
     found = FORMATS[name]
     if importlib.util.find_spec(found.package) is None:
         raise ValueError(f"{name} needs the package {found.package}: pip install {found.package}")
+    for module in found.modules:
+        importlib.import_module(module)
     return found

@@ -40,9 +40,10 @@ class Display:
         options = job.resolved.options
         facts = Table.grid(padding=(0, 2))
         trained = f"LoRA of rank {options.rank}" if job.is_lora else "all weights"
+        base = f", frozen weights in {options.base_model_precision}" if options.base_model_precision else ""
         lines = {
             "model": f"{job.folder.path} ({job.folder.family.name}, {job.total:,} parameters)",
-            "trains": f"{trained}: {job.trainable:,} parameters, on {job.device} in {options.precision}",
+            "trains": f"{trained}: {job.trainable:,} parameters, on {job.device} in {options.precision}{base}",
             "memory plan": job.plan.strip()
             if job.plan.takes_effect
             else "activations are kept (no gradient checkpointing)",

@@ -18,6 +18,7 @@ from elbowroom.memory.devices import free_device_bytes
 from elbowroom.memory.weights.opening import weight_store_kind
 from elbowroom.options.definition import all_options
 from elbowroom.options.reading import Resolved
+from elbowroom.quantization.base import put_stand_ins
 from elbowroom.training.checkpoints import Checkpoint, CheckpointFolder, SkippedCheckpoint
 from elbowroom.training.data.buckets import Bucket, bucket_for
 from elbowroom.training.data.digests import index_name
@@ -123,6 +124,9 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
     if lora:
         denoiser.requires_grad_(False)
         add_lora(denoiser, rank=options.rank, alpha=options.alpha or options.rank, targets=targets, seed=options.seed)
+    trainable, total = _count(denoiser, trainable_only=True), _count(denoiser)
+    if options.base_model_precision is not None:
+        put_stand_ins(denoiser, options.base_model_precision)  # refused now, and counted in the plan
     run = RunFolder(options.run_folder)
     placement = Placement(device, options.controls(), run.path)
     plan = _planned(denoiser, folder, placement)
@@ -192,8 +196,8 @@ def prepare(resolved: Resolved, *, dry_run: bool = False, progress: Callable[[st
         plan=plan,
         lora_targets=targets,
         max_sequence_length=max_sequence_length,
-        trainable=_count(denoiser, trainable_only=True),
-        total=_count(denoiser),
+        trainable=trainable,
+        total=total,
         run=run,
         placement=placement,
         setup=setup,

@@ -16,7 +16,9 @@ from accelerate.utils import set_seed
 from diffusers.optimization import get_scheduler
 
 from elbowroom.memory import Handle, apply
+from elbowroom.memory.sizes import in_bytes
 from elbowroom.options.export import to_toml
+from elbowroom.quantization import quantize_base
 from elbowroom.training.checkpoints import CheckpointFolder
 from elbowroom.training.data.batches import Batch, accumulation_groups, epoch_batches
 from elbowroom.training.data.cache import TensorCache
@@ -132,6 +134,8 @@ class Run:
         if job.plan.takes_effect:
             # Before the optimizer's state is loaded, which goes to where its parameters are.
             self.handle = apply(self.denoiser, job.plan, device=job.device if job.plan.streamed else None)
+            if job.maps_weights:
+                self._quantize(self.denoiser, self.handle)
             if job.plan.offloads and job.plan.offload.prefetch is None:
                 self.prefetch = PrefetchTuner(
                     self.handle, job.run.prefetch, self.denoiser, job.device, self.display.say
@@ -320,7 +324,9 @@ class Run:
         job, options = self.job, self.job.resolved.options
         # A full fine-tune keeps its weights in float32: steps of the optimizer are too small for bfloat16's digits.
         dtype = job.dtype if job.is_lora else torch.float32
-        denoiser = job.folder.map_denoiser(dtype) if job.maps_weights else job.folder.load_denoiser(dtype)
+        quantizes = options.base_model_precision is not None  # then weights are read one by one
+        mapped = job.maps_weights or quantizes
+        denoiser = job.folder.map_denoiser(dtype) if mapped else job.folder.load_denoiser(dtype)
         if job.is_lora:
             add_lora(
                 denoiser,
@@ -331,7 +337,31 @@ class Run:
             )
         else:
             denoiser.requires_grad_(True)
+        if not job.maps_weights:
+            self._quantize(denoiser, None)
         return denoiser if job.plan.streamed else denoiser.to(job.device)
+
+    def _quantize(self, denoiser: Any, handle: Handle | None) -> None:
+        """Quantize the frozen base, if that is wanted.
+
+        Before weights go to their home in host memory, which then never holds more than the quantized ones; but after
+        streaming from the model's own files is set up, which then never holds more than one block.
+        """
+        job, precision = self.job, self.job.resolved.options.base_model_precision
+        if precision is None:
+            return
+        done = quantize_base(
+            denoiser,
+            precision,
+            device=None if job.device.type == "cpu" else job.device,
+            handle=handle,
+            progress=partial(self.display.progress, "blocks quantized"),
+        )
+        left = f"; {len(done.left)} layers stay, whose shape does not suit it" if done.left else ""
+        self.display.say(
+            f"base quantized to {precision}: {done.layers} layers, {in_bytes(done.before)} of weights are "
+            f"{in_bytes(done.after)}{left}"
+        )
 
     def _state(self) -> dict[str, Any]:
         return {
