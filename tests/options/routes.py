@@ -15,8 +15,11 @@ from elbowroom.options.export import toml_value
 
 REQUIRED: dict[str, Any] = {"model": "owner/name", "data": "/pictures", "steps": 100}
 
-COMPANIONS: dict[str, dict[str, Any]] = {"ramtorch_disable_extensions": {"ramtorch": True}}
-"""What an option needs beside it to have an effect."""
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "ramtorch_disable_extensions": {"ramtorch": True},
+    "optimizer_in_backward": {"max_grad_norm": 0},
+}
+"""What an option needs beside it."""
 
 Route = Callable[[str, Any, Path], Options]
 

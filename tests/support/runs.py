@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 from rich.console import Console
+from safetensors.torch import load_file
 
 from elbowroom.options.reading import read
 from elbowroom.training.display import Display
@@ -50,6 +51,15 @@ def run(**options: Any) -> tuple[Job, Outcome, str]:
     prepared = job(**options)
     outcome = train(prepared, Display(console))
     return prepared, outcome, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The tensors of a run's result."""
+    return {
+        name: tensor.numpy().tobytes()
+        for path in sorted((folder / "result").rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def command(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:

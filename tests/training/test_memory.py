@@ -4,45 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from elbowroom.memory.offload import autotune
 from elbowroom.training.memory_use import what_needs_less
-from tests.support.runs import command, draw_pictures, flags, job, run
+from tests.support.runs import command, flags, job, run, weights
 
 FLUX_AND_SD3 = ("flux", "sd3")
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    return draw_pictures(tmp_path_factory.mktemp("pictures"), 4)
-
-
-@pytest.fixture
-def basics(tmp_path, pictures, request):
-    def of(family: str, name: str) -> dict[str, object]:
-        folder = request.getfixturevalue(f"{family}_folder")
-        return {
-            "model": folder,
-            "data": pictures,
-            "output_dir": tmp_path / "runs",
-            "name": name,
-            "steps": 3,
-            "batch": 2,
-        }
-
-    return of
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    return {
-        name: tensor.numpy().tobytes()
-        for path in sorted((folder / "result").glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
 
 
 def counted(pattern: str, printed: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,23 +11,14 @@ from elbowroom.memory import Handle, apply
 from elbowroom.training import placement
 from elbowroom.training.checkpoints import CheckpointError
 from elbowroom.training.pipeline import PipelineFolder
-from tests.support.runs import draw_pictures, job, run
-from tests.training.test_memory import weights
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    return draw_pictures(tmp_path_factory.mktemp("pictures"), 3)
+from tests.support.runs import job, run, weights
 
 
 @pytest.fixture
-def basics(tmp_path, pictures, request):
-    def of(family: str, name: str) -> dict[str, object]:
-        folder = request.getfixturevalue(f"{family}_folder")
-        places = {"model": folder, "data": pictures, "output_dir": tmp_path / "runs", "name": name}
-        return {**places, "steps": 3, "batch": 2, "validation_prompts": "a circle", "validation_inference_steps": 2}
-
-    return of
+def basics(basics):
+    """With pictures that are drawn before and after training."""
+    drawn = {"validation_prompts": "a circle", "validation_inference_steps": 2}
+    return lambda family, name: basics(family, name) | drawn
 
 
 OPTIONS = {

@@ -171,6 +171,11 @@ class TrainingOptions(Group):
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Gradients whose norm over all trained weights is larger are scaled down to it. 0: never."""
 
+    optimizer_in_backward: bool = False
+    """Steps each weight as soon as its gradient is there, in the backward pass, and drops the gradient: the memory of
+    all gradients is saved, which in a full fine-tune is as much as the weights take. Needs max_grad_norm=0, since the
+    norm is known only at the end, and no gradient accumulation."""
+
     lora_format: Literal["diffusers", "comfyui"] = "diffusers"
     """The LoRA is always saved as a file that Diffusers loads; comfyui adds one with the names that ComfyUI reads."""
 

@@ -62,6 +62,16 @@ def _controls(values: Values, defaults: Values) -> tuple[str, str] | None:
     return None
 
 
+def _steps_in_backward(values: Values, defaults: Values) -> tuple[str, str] | None:
+    if not values["optimizer_in_backward"]:
+        return None
+    if values["max_grad_norm"]:
+        return "max_grad_norm", "must be 0 with optimizer_in_backward: the norm of all gradients is known too late"
+    if values["gradient_accumulation_steps"] > 1:
+        return "gradient_accumulation_steps", "must be 1 with optimizer_in_backward, which keeps no gradient to add to"
+    return None
+
+
 def _only_with(option: str, needed: str, value: str) -> Rule:
     """The rule that `option` may differ from its default only where the option `needed` has the given value."""
 
@@ -87,6 +97,7 @@ def _only_with_prompts(option: str) -> Rule:
 RULES = (
     Rule(("steps", "epochs"), _steps_or_epochs),
     Rule(("steps", "lr_warmup_steps"), _warmup_within_steps),
+    Rule(("optimizer_in_backward", "max_grad_norm", "gradient_accumulation_steps"), _steps_in_backward),
     _only_with_prompts("validation_steps"),
     _only_with_prompts("validation_seed"),
     _only_with_prompts("validation_inference_steps"),

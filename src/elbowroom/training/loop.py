@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from elbowroom.memory import Handle, apply
 from elbowroom.memory.sizes import in_bytes
 from elbowroom.options.export import to_toml
 from elbowroom.quantization import quantize_base
+from elbowroom.training.backward_steps import BackwardSteps
 from elbowroom.training.checkpoints import CheckpointFolder
 from elbowroom.training.data.batches import Batch, accumulation_groups, epoch_batches
 from elbowroom.training.data.cache import TensorCache
@@ -106,6 +108,7 @@ class Run:
             eps=options.adam_epsilon,
             weight_decay=options.weight_decay,
         )
+        self.backward_steps = BackwardSteps(self.optimizer) if options.optimizer_in_backward else None
         warmed_constant = options.lr_scheduler == "constant" and options.lr_warmup_steps > 0
         self.lr_scheduler = get_scheduler(
             "constant_with_warmup" if warmed_constant else options.lr_scheduler,
@@ -218,9 +221,12 @@ class Run:
             self.handle.settle()
         if self.step == 0:
             self._report_missing_gradients()
-        norm = self._clip_gradients(group)
         learning_rate = float(self.lr_scheduler.get_last_lr()[0])
-        self.optimizer.step()
+        if self.backward_steps is None:
+            norm = self._clip_gradients(group)
+            self.optimizer.step()
+        else:
+            norm = self._norm_of_dropped_gradients(self.backward_steps, group)
         self.lr_scheduler.step()
         self.step += 1
         self.loss = total / samples
@@ -229,7 +235,8 @@ class Run:
     def _probe(self, batch: Batch) -> None:
         """Run the forward and backward pass of a batch without any trace but gradients."""
         state = self.generator.get_state()
-        self._losses(batch).sum().backward()
+        with nullcontext() if self.backward_steps is None else self.backward_steps.probing():
+            self._losses(batch).sum().backward()
         self.generator.set_state(state)
 
     def _losses(self, batch: Batch) -> torch.Tensor:
@@ -258,10 +265,16 @@ class Run:
         limit = self.job.resolved.options.max_grad_norm
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if not torch.isfinite(norm):
-            self._fail(self._not_applied("the gradient", tuple(index for batch in group for index in batch)))
+            self._fail(self._not_applied("the gradient", _all(group)))
         if limit:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
         return norm.item()
+
+    def _norm_of_dropped_gradients(self, steps: BackwardSteps, group: tuple[Batch, ...]) -> float:
+        norm = steps.take_norm().item()
+        if not math.isfinite(norm):
+            self._fail(f"the gradient of step {self.step + 1} is not a finite number. {self._samples_of(_all(group))}")
+        return norm
 
     def _check_finite(self, losses: torch.Tensor, batch: Batch) -> None:
         if not torch.isfinite(losses).all():
@@ -274,8 +287,11 @@ class Run:
             self._fail(f"a trained weight is not a finite number after step {self.step}, and was not saved")
 
     def _not_applied(self, what: str, indices: Batch) -> str:
-        files = ", ".join(dict.fromkeys(self.job.data.samples[index].relative for index in indices))
-        return f"{what} of step {self.step + 1} is not a finite number; the step was not applied. Samples: {files}"
+        not_applied = f"{what} of step {self.step + 1} is not a finite number; the step was not applied."
+        return f"{not_applied} {self._samples_of(indices)}"
+
+    def _samples_of(self, indices: Batch) -> str:
+        return "Samples: " + ", ".join(dict.fromkeys(self.job.data.samples[index].relative for index in indices))
 
     def _fail(self, problem: str) -> None:
         """Stop before anything that is not finite gets into a checkpoint or the result."""
@@ -290,7 +306,11 @@ class Run:
         )
 
     def _report_missing_gradients(self) -> None:
-        without = [name for name, p in self.denoiser.named_parameters() if p.requires_grad and p.grad is None]
+        def has_none(parameter: torch.nn.Parameter) -> bool:
+            stepped = self.backward_steps is not None and self.backward_steps.stepped(parameter)
+            return parameter.requires_grad and parameter.grad is None and not stepped
+
+        without = [name for name, parameter in self.denoiser.named_parameters() if has_none(parameter)]
         if without:
             shown = ", ".join(without[:5]) + (" …" if len(without) > 5 else "")
             self.display.warn(f"{len(without)} trained tensors get no gradient and will not change: {shown}")
@@ -472,6 +492,10 @@ class Run:
             options.validation_inference_steps,
             self.job.validation_guidance,
         )
+
+
+def _all(group: tuple[Batch, ...]) -> Batch:
+    return tuple(index for batch in group for index in batch)
 
 
 @contextmanager

@@ -36,6 +36,8 @@ def what_needs_less(options: Options) -> str:
         "ramtorch_text_encoder and ramtorch_vae (while pictures and captions are encoded)": not (
             controls.ramtorch_text_encoder and controls.ramtorch_vae
         ),
+        "base_model_precision=int8-torchao": options.training_type == "lora" and options.base_model_precision is None,
+        "optimizer_in_backward": options.training_type == "full" and not options.optimizer_in_backward,
         "precision=bf16": options.precision != "bf16",
         "training_type=lora": options.training_type != "lora",
         "a smaller batch": options.batch > 1,

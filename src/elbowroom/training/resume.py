@@ -37,7 +37,7 @@ the present number of steps.)"""
 
 CHANGEABLE = frozenset(
     {"learning_rate", "lr_scheduler", "lr_warmup_steps", "weight_decay", "max_grad_norm", "caption_dropout"}
-    | {"adam_beta1", "adam_beta2", "adam_epsilon"}
+    | {"adam_beta1", "adam_beta2", "adam_epsilon", "optimizer_in_backward"}
     | set(ObjectiveOptions.model_fields)
 )
 """Options that may change on the way: the present value holds from the checkpoint on, and the announcement says so."""
