@@ -117,7 +117,8 @@ def test_what_to_do_when_memory_runs_out(basics):
         "gradient_checkpointing": True, "activation_offload": "all", "weight_streaming": "100%", "batch": 1,
         "ramtorch_text_encoder": True, "ramtorch_vae": True, "precision": "bf16",
     }  # fmt: skip
-    assert advice(**everything) == "a lower resolution"
+    assert advice(**everything) == "base_model_precision=int8-torchao or a lower resolution"
+    assert advice(**everything, base_model_precision="int8-torchao") == "a lower resolution"
 
 
 @pytest.mark.parametrize("store", ["pinned", "pageable"])
