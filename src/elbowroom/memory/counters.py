@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from elbowroom.memory.devices.base import CopySeconds
 from elbowroom.memory.plan import Plan
 from elbowroom.memory.sizes import in_bytes
 
@@ -33,7 +34,8 @@ class Counters:
         prefetch_hits: reloads that had been issued ahead of their use.
         prefetch_waits: reloads that were issued when they were needed.
         reads_in_place: reads of tensors that had not been given up yet, so that nothing had to be reloaded.
-        wait_seconds: time that the program stood still for copies, in seconds.
+        copy_seconds: time that copies to the store and back took, in seconds.
+        wait_seconds: that part of it during which the computation stood still for them.
         window_out: most bytes on their way to the store at one time.
         window_in: most bytes reloaded, or on their way back, and not used yet.
         store_peak: most bytes in the store at one time.
@@ -44,7 +46,8 @@ class Counters:
         weight_bytes_in: their bytes.
         weight_hits: uses of weights that were on the device, or on their way.
         weight_waits: uses of weights that were fetched when they were needed.
-        weight_wait_seconds: time that the program stood still for weights, in seconds.
+        weight_copy_seconds: time that those copies took, in seconds.
+        weight_wait_seconds: that part of it during which the computation stood still for them.
         weight_window: most bytes of weights on the device at one time.
         gradient_bytes_out: bytes of gradients of streamed weights that were copied home.
         gradient_window: most bytes of gradients on their way home at one time.
@@ -67,6 +70,7 @@ class Counters:
     prefetch_hits: int = 0
     prefetch_waits: int = 0
     reads_in_place: int = 0
+    copy_seconds: float = 0.0
     wait_seconds: float = 0.0
     window_out: int = 0
     window_in: int = 0
@@ -78,10 +82,21 @@ class Counters:
     weight_bytes_in: int = 0
     weight_hits: int = 0
     weight_waits: int = 0
+    weight_copy_seconds: float = 0.0
     weight_wait_seconds: float = 0.0
     weight_window: int = 0
     gradient_bytes_out: int = 0
     gradient_window: int = 0
+
+    def add_seconds(self, seconds: CopySeconds) -> None:
+        """Count the time of a copy to the store or back."""
+        self.copy_seconds += seconds.transfer
+        self.wait_seconds += seconds.exposed
+
+    def add_weight_seconds(self, seconds: CopySeconds) -> None:
+        """Count the time of a copy of weights."""
+        self.weight_copy_seconds += seconds.transfer
+        self.weight_wait_seconds += seconds.exposed
 
 
 @dataclass(frozen=True)
@@ -150,8 +165,8 @@ def _of_offload(counters: Counters) -> list[str]:
         f"store at most {in_bytes(counters.store_peak)}, {in_bytes(counters.store_allocated)} reserved",
         f"reloaded: {in_bytes(counters.bytes_reloaded)}; {counters.prefetch_hits} ahead of use, "
         f"{counters.prefetch_waits} on demand, {counters.reads_in_place} read before they had left; "
-        f"{counters.wait_seconds:.2f} s of waiting; on their way at most {in_bytes(counters.window_out)} out "
-        f"and {in_bytes(counters.window_in)} in",
+        f"{_hidden(counters.copy_seconds, counters.wait_seconds)}"
+        f"on their way at most {in_bytes(counters.window_out)} out and {in_bytes(counters.window_in)} in",
     ]
 
 
@@ -160,7 +175,8 @@ def _of_weights(counters: Counters) -> list[str]:
         f"weights: {in_bytes(counters.weights_streamed)} streamed, "
         f"{in_bytes(counters.weight_bytes_in)} fetched in {counters.weight_fetches} copies; "
         f"{counters.weight_hits} uses ahead, {counters.weight_waits} on demand; "
-        f"{counters.weight_wait_seconds:.2f} s of waiting; on the device at most {in_bytes(counters.weight_window)}"
+        f"{_hidden(counters.weight_copy_seconds, counters.weight_wait_seconds)}"
+        f"on the device at most {in_bytes(counters.weight_window)}"
     ]
     if counters.gradient_bytes_out:
         lines.append(
@@ -170,3 +186,10 @@ def _of_weights(counters: Counters) -> list[str]:
     if counters.weights_tied:
         lines.append(f"tied weights: {in_bytes(counters.weights_tied)} stay on the device, for others share them")
     return lines
+
+
+def _hidden(copied: float, waited: float) -> str:
+    """Tell how much of the copies was hidden behind the computation, if there is a clock."""
+    if copied == 0:
+        return ""
+    return f"{waited:.2f} s of waiting for {copied:.2f} s of copies, {1 - waited / copied:.0%} hidden; "

@@ -83,6 +83,8 @@ class Handle:
 
     def report(self) -> Report:
         """Return the plan and the totals so far, as a copy that does not change any more."""
+        for each in (*self.offloaders, *([] if self._streamer is None else [self._streamer])):
+            each.look()
         counters = copy.deepcopy(self._counters)
         return Report(self.plan, counters, self._order.never_called, self._order.early, tuple(self._stores))
 

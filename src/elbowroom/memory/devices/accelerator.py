@@ -9,15 +9,23 @@ from typing import Any
 
 import torch
 
-from elbowroom.memory.devices.base import Event
+from elbowroom.memory.devices.base import CopySeconds, Event
 from elbowroom.memory.devices.strided import StridedDevice
 
 
 class StreamEvent:
-    """A point on one of the device's streams."""
+    """The end of a copy on one of the device's streams.
 
-    def __init__(self, event: torch.Event, device: torch.device):
+    Args:
+        begin: recorded on that stream before the copy.
+        event: recorded after it.
+        device: whose streams they are.
+    """
+
+    def __init__(self, begin: torch.Event, event: torch.Event, device: torch.device):
+        self._begin = begin
         self._event = event
+        self._held: torch.Event | None = None
         self._device = device
 
     def done(self) -> bool:
@@ -27,7 +35,17 @@ class StreamEvent:
         self._event.synchronize()
 
     def hold_compute(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        compute = torch.accelerator.current_stream(self._device)
+        if self._held is None:
+            self._held = _recorded_on(compute, self._device)
+        compute.wait_event(self._event)
+
+    def seconds(self) -> CopySeconds | None:
+        if self._held is None or not (self._held.query() and self._event.query()):
+            return None
+        transfer = self._begin.elapsed_time(self._event) / 1000
+        stood_still = self._held.elapsed_time(self._event) / 1000  # negative: the copy had ended before
+        return CopySeconds(transfer, min(max(stood_still, 0.0), transfer))
 
     def hold(self, stream: torch.Stream) -> None:
         stream.wait_event(self._event)
@@ -79,9 +97,16 @@ class Accelerator(StridedDevice):
                 event.hold(stream)
             else:  # work of another thread: only the host can wait for it
                 event.wait()
+        begin = _recorded_on(stream, self.device)
         with stream:
             target.copy_(source, non_blocking=True)
-        return StreamEvent(stream.record_event(), self.device)
+        return StreamEvent(begin, _recorded_on(stream, self.device), self.device)
+
+
+def _recorded_on(stream: torch.Stream, device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
+    stream.record_event(event)
+    return event
 
 
 def _registered(nbytes: int) -> torch.Tensor:

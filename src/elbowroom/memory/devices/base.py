@@ -10,6 +10,19 @@ from typing import Protocol
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class CopySeconds:
+    """How long a copy took.
+
+    Attributes:
+        transfer: from the first byte to the last, in seconds.
+        exposed: that part during which the device's computations stood still for it (`Event.hold_compute`).
+    """
+
+    transfer: float
+    exposed: float
+
+
 class Event(Protocol):
     """A point in the work of a device or of a worker thread, such as the end of a copy.
 
@@ -29,6 +42,13 @@ class Event(Protocol):
         """Let whatever the device is told to compute from now on begin after it.
 
         The calling thread goes on, where the device can wait by itself.
+        """
+        ...
+
+    def seconds(self) -> CopySeconds | None:
+        """Return how long the copy took, once it has ended and computations were held for it; None before.
+
+        Never blocks. Both are 0 where nothing has a clock.
         """
         ...
 

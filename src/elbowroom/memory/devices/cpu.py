@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from elbowroom.memory.devices.base import Event
+from elbowroom.memory.devices.base import CopySeconds, Event
 from elbowroom.memory.devices.strided import StridedDevice
 
 
 class FutureEvent:
-    """The end of a piece of work in another thread."""
+    """The end of a piece of work in another thread.
 
-    def __init__(self, future: Future[None]):
-        self._future = future
+    Args:
+        threads: where it is done.
+        work: what is called there, with `args`.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any):
+        self._seconds: CopySeconds | None = None
+        self._future = threads.submit(_timed, work, args)
 
     def done(self) -> bool:
         if not self._future.done():
@@ -33,7 +41,14 @@ class FutureEvent:
             raise copy.copy(error)
 
     def hold_compute(self) -> None:
+        held = time.perf_counter()
         self.wait()  # the calling thread is the one that computes
+        if self._seconds is None:
+            begin, end = self._future.result()
+            self._seconds = CopySeconds(transfer=end - begin, exposed=min(max(end - held, 0.0), end - begin))
+
+    def seconds(self) -> CopySeconds | None:
+        return self._seconds
 
 
 class Cpu(StridedDevice):
@@ -52,10 +67,10 @@ class Cpu(StridedDevice):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        return FutureEvent(self._out.submit(_copy, source, target, after))
+        return FutureEvent(self._out, _copy, source, target, after)
 
     def copy_in(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        return FutureEvent(self._in.submit(_copy, source, target, after))
+        return FutureEvent(self._in, _copy, source, target, after)
 
     def synchronize(self) -> None:
         for queue in (self._out, self._in):
@@ -71,6 +86,12 @@ class Cpu(StridedDevice):
     def reset_peak(self) -> None:
         with suppress(OSError):  # not permitted here: the peak is that of the whole process
             Path("/proc/self/clear_refs").write_text("5")
+
+
+def _timed(work: Callable[..., None], args: tuple[Any, ...]) -> tuple[float, float]:
+    begin = time.perf_counter()
+    work(*args)
+    return begin, time.perf_counter()
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> None:

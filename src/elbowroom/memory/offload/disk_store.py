@@ -7,7 +7,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class DiskStore(StackedStore):
             self._check_open()
             file = self._files[stored.span.slab]
             if self._staging_in is None:
-                event = FutureEvent(self._readers.submit(_read, file, stored, target))
+                event = FutureEvent(self._readers, _read, file, stored, target)
                 stored.used_by(event)
                 return event
             assert isinstance(stored, _StagedSpan)
@@ -93,8 +93,8 @@ class DiskStore(StackedStore):
         file = self._files[span.slab]
         if self._staging_out is None:
             stored = _DiskSpan(span)
-            stored.written = self._writer.submit(_write, self._writes, file, span, source, after)
-            stored.saved = FutureEvent(stored.written)
+            stored.written = FutureEvent(self._writer, _write, self._writes, file, span, source, after)
+            stored.saved = stored.written
             return stored
         try:
             buffer = self._staging_out.take(source.nbytes)
@@ -104,8 +104,8 @@ class DiskStore(StackedStore):
             return None
         stored = _StagedSpan(span, buffer)
         stored.saved = self._device.copy_out(source, buffer[: span.nbytes])
-        stored.written = self._writer.submit(_write_buffer, self._writes, file, stored, after, self._staging_out)
-        stored.used_by(FutureEvent(stored.written))
+        stored.written = FutureEvent(self._writer, _write_buffer, self._writes, file, stored, after, self._staging_out)
+        stored.used_by(stored.written)
         return stored
 
     def _make(self, slab: Slab) -> bool:
@@ -169,7 +169,7 @@ class _DiskSpan(StoredSpan):
         written: the end of writing.
     """
 
-    written: Future[None]
+    written: FutureEvent
 
 
 class _StagedSpan(_DiskSpan):
@@ -221,7 +221,7 @@ def _write(writes: _Writes, file: _File, span: Span, source: torch.Tensor, after
 
 
 def _read(file: _File, stored: _DiskSpan, target: torch.Tensor) -> None:
-    FutureEvent(stored.written).wait()
+    stored.written.wait()
     read_all(file.number, target, stored.span.offset)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
@@ -14,7 +13,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elbowroom.memory.counters import Counters
-from elbowroom.memory.devices.base import Device, Event, Geometry
+from elbowroom.memory.devices.base import Device, Geometry
+from elbowroom.memory.devices.stopwatch import Stopwatch
 from elbowroom.memory.forecast import Forecast, Orders
 from elbowroom.memory.kept import Kept
 from elbowroom.memory.offload.outside import Outside
@@ -48,6 +48,7 @@ class Offloader:
         self._settings = settings
         self._window = DEFAULT_WINDOW if settings.window is None else settings.window
         self._counters = counters
+        self._stopwatch = Stopwatch(counters.add_seconds)
         self._lock = threading.RLock()  # several threads may run backward
         self._orders = Orders()
         self._pass = Pass()
@@ -93,6 +94,11 @@ class Offloader:
         with self._lock:
             self._learn()
             return self._orders.known(tuple(self._pass.sizes)) is not None
+
+    def look(self) -> None:
+        """Count the times of copies that have ended since."""
+        with self._lock:
+            self._stopwatch.look()
 
     def close(self) -> None:
         """Wait for all copies and release everything. Tensors that are still in the store are lost."""
@@ -178,7 +184,7 @@ class Offloader:
         self._bytes_leaving -= leaving.nbytes
         try:
             # Its memory may be used for something else only after the copy; the device waits, not the program.
-            self._hold(leaving.saved)
+            self._stopwatch.hold_compute(leaving.saved)
         except StoreError as error:
             self._refused(leaving.nbytes, str(error))
             leaving.kept = True  # nobody else has its bytes
@@ -232,7 +238,7 @@ class Offloader:
                 self._drop_ahead()  # what is there too early makes room for what is needed now
                 ahead = self._load(record)
         self._note(record)
-        self._hold(ahead.event)
+        self._stopwatch.hold_compute(ahead.event)
         return ahead.flat
 
     def _load(self, record: Record) -> Ahead:
@@ -280,18 +286,13 @@ class Offloader:
                 continue
             self._ahead.discard(record)
             if record.ahead is not None:
-                self._hold(record.ahead.event)  # its memory is used anew only after the copy into it
+                self._stopwatch.hold_compute(record.ahead.event)  # its memory is used anew only after the copy into it
                 record.ahead = None
                 self._bytes_ahead -= record.nbytes
 
     def _drop_passed_over(self, pass_: Pass, forecast: Forecast) -> None:
         """The order has changed: what was expected by now may come much later, and must not fill the window."""
         self._drop_ahead(set(forecast.upcoming()), pass_)
-
-    def _hold(self, event: Event) -> None:
-        started = time.perf_counter()
-        event.hold_compute()
-        self._counters.wait_seconds += time.perf_counter() - started
 
     # ---- ends ----------------------------------------------------------------------------------------------------
 
@@ -309,7 +310,7 @@ class Offloader:
             nbytes, ahead = self._gone.popleft()
             if wait:
                 ahead.event.wait()
-            self._hold(ahead.event)
+            self._stopwatch.hold_compute(ahead.event)
             self._bytes_ahead -= nbytes
 
     def _learn(self) -> None:

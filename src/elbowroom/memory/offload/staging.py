@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from elbowroom.memory.devices.base import Device, Event
+from elbowroom.memory.devices.base import CopySeconds, Device, Event
 from elbowroom.memory.devices.cpu import FutureEvent
 from elbowroom.memory.offload.stacked_store import wait_for
 
@@ -136,7 +136,7 @@ class StagedLoad:
         self._lock = threading.Lock()
         self._buffer = staging.take_at_once(target.nbytes)
         self._bytes = self._buffer[: target.nbytes]
-        self.read = FutureEvent(readers.submit(read, self._bytes))
+        self.read = FutureEvent(readers, read, self._bytes)
 
     def done(self) -> bool:
         return self.read.done() and self._copy().done()
@@ -145,7 +145,15 @@ class StagedLoad:
         self._copy().wait()
 
     def hold_compute(self) -> None:
+        self.read.hold_compute()
         self._copy().hold_compute()
+
+    def seconds(self) -> CopySeconds | None:
+        read = self.read.seconds()
+        copied = None if self._copied is None else self._copied.seconds()
+        if read is None or copied is None:
+            return None
+        return CopySeconds(read.transfer + copied.transfer, read.exposed + copied.exposed)
 
     def _copy(self) -> Event:
         self.read.wait()

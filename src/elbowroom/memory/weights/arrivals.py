@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from elbowroom.memory.counters import Counters
 from elbowroom.memory.devices.base import Device, Event
+from elbowroom.memory.devices.stopwatch import Stopwatch
 from elbowroom.memory.forecast import NEVER, Forecast, Orders
 from elbowroom.memory.weights.homes import Homes
 from elbowroom.memory.weights.units import Unit
@@ -81,6 +81,7 @@ class Arrivals:
         self._units = units
         self._window = window
         self._counters = counters
+        self._stopwatch = Stopwatch(counters.add_weight_seconds)
         self._begun = begun
         self._lock = threading.RLock()  # several threads may run backward
         self._by_unit: dict[int, Arrival] = {}
@@ -141,6 +142,11 @@ class Arrivals:
             for arrival in set(self._by_unit.values()):
                 if arrival.users == 0:
                     self._give_up(arrival)
+
+    def look(self) -> None:
+        """Count the times of copies that have ended since."""
+        with self._lock:
+            self._stopwatch.look()
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +263,5 @@ class Arrivals:
         self._nbytes -= arrival.flat.nbytes
 
     def _await(self, arrival: Arrival) -> None:
-        started = time.perf_counter()
-        arrival.event.hold_compute()
+        self._stopwatch.hold_compute(arrival.event)
         arrival.awaited = True
-        self._counters.weight_wait_seconds += time.perf_counter() - started

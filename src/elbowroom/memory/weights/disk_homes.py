@@ -78,7 +78,7 @@ class DiskHomes(Homes):
         (unit,) = units
         read = partial(_read, self._pieces[unit.number])
         if self._staging is None:
-            return FutureEvent(self._readers.submit(read, target))
+            return FutureEvent(self._readers, read, target)
         return StagedLoad(self._device, self._staging, self._readers, read, target)
 
     def give_back(self) -> None:

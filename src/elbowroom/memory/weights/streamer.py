@@ -117,11 +117,16 @@ class Streamer:
             self.units[unit.number] = unit
         self._rest.renew(self.units)
 
+    def look(self) -> None:
+        """Count the times of copies that have ended since."""
+        self._arrivals.look()
+
     def close(self) -> None:
         """Give up all copies, and put everything back where it was. Graphs that were built before still work."""
         self._arrivals.clear()
         self._gradients.close()
         self._homes.close()
+        self.look()
         self._homes.give_back()
         self._rest.give_back()
 
