@@ -631,3 +631,65 @@ def test_host_memory_is_no_store_for_a_model_on_the_cpu(store):
 def test_names_that_the_model_does_not_have():
     with pytest.raises(ValueError, match=r"does not have: blocks.9"):
         elbowroom.apply(Stack(), streaming("blocks.9", store="disk"))
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+class TwoStacks(nn.Module):
+    """Two lists of blocks, and layers before, between and after them that belong to neither."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Conv1d(3, 3, 1), nn.LayerNorm(WIDTH))
+        self.first = nn.ModuleList(Block() for _ in range(3))
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.ModuleList(Block() for _ in range(2))
+        self.tail = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.head, *self.first, self.middle, *self.second, self.tail):
+            x = layer(x)
+        return x
+
+
+BLOCKS = ["first.*", "second.*"]
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "forward only"])
+@pytest.mark.parametrize(
+    "controls",
+    [{"musubi_blocks_to_swap": count} for count in range(6)]
+    + [{"weight_streaming": wanted} for wanted in (*range(6), "0%", "1%", "50%", "100%")]
+    + [{"ramtorch": True, "ramtorch_transformer_percent": percent} for percent in (0, 1, 50, 100)],
+    ids=str,
+)
+def test_every_parameter_has_one_owner(controls, train):
+    """Case C10: it is the unit's that streams it, or it is on the device; and both passes work at every setting."""
+    with device(4) as accelerator:
+        model = TwoStacks().train(train)
+        x = example().to(accelerator.device)
+        with torch.no_grad():
+            drawn = copy.deepcopy(model).to(accelerator.device)(x).cpu()
+        expected = expected_on(accelerator, model, x)
+        plan = elbowroom.schedule(model, elbowroom.Controls(**controls), blocks=BLOCKS)
+        streamed = [id(p) for unit in find_units(model, plan.streamed, True)[0] for p in unit.parameters]
+        assert len(streamed) == len(set(streamed))
+        assert bool(streamed) == (controls[[*controls][-1]] not in (0, "0%"))
+        with elbowroom.apply(model, plan, device=accelerator.device):
+            for name, parameter in model.named_parameters():
+                assert parameter.device.type == ("cpu" if id(parameter) in streamed else "simulated"), name
+            with torch.no_grad():
+                assert torch.equal(drawn, model(x).cpu())
+            if train:
+                assert same(expected, gradients(model, x))
+
+
+@pytest.mark.parametrize("option", ["musubi_blocks_to_swap", "weight_streaming"])
+@pytest.mark.parametrize("wanted", [6, 7, -1, 0.5, 1.0, True, None])
+def test_a_number_of_blocks_that_the_model_does_not_have(option, wanted):
+    """Case C10: one line, with what is allowed."""
+    allowed = "between 0 and 5, the number of its blocks" if type(wanted) is int and wanted > 0 else "at least 0"
+    with pytest.raises(elbowroom.ControlsError, match=rf"^{option}: .*{allowed}.*, but is {wanted}$"):
+        elbowroom.schedule(TwoStacks(), elbowroom.Controls(**{option: wanted}), blocks=BLOCKS)

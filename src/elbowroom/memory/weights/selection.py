@@ -103,13 +103,18 @@ def layer_candidates(model: nn.Module, blocks: Sequence[str], *, linear_only: bo
 
 
 def evenly(sizes: Sequence[int], share: float) -> list[bool]:
-    """Choose items so that up to each place their bytes are as near as can be to a share of all bytes up to there."""
+    """Choose items so that up to each place their bytes are as near as can be to a share of all bytes up to there.
+
+    A share above zero chooses at least one item, the smallest: a setting never does nothing.
+    """
     chosen, seen, taken = [], 0, 0
     for size in sizes:
         seen += size
         take = share > 0 and taken + size / 2 <= share * seen
         taken += size if take else 0
         chosen.append(take)
+    if share > 0 and sizes and not any(chosen):
+        chosen[sizes.index(min(sizes))] = True
     return chosen
 
 
