@@ -25,6 +25,7 @@ from elbowroom.memory import (
     WeightSettings,
     apply,
     probe_prefetch,
+    shard,
 )
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "apply",
     "probe_prefetch",
     "schedule",
+    "shard",
 ]

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,7 +160,7 @@ def _other_values_worker(rank: int) -> None:
         elbowroom.apply(model, plan)
     sharded = BUILDERS["flux"]()
     _shard(sharded, 1)
-    with pytest.raises(RuntimeError, match="offload_policy=CPUOffloadPolicy"):
+    with pytest.raises(RuntimeError, match=r"plan = elbowroom.shard\(model, plan\)"):
         elbowroom.apply(sharded, plan)
 
 
@@ -193,6 +194,70 @@ def _fsdp_worker(rank: int, family: str) -> None:
 @pytest.mark.parametrize("family", ["flux", "sd3"])
 def test_fsdp(family):
     run(_fsdp_worker, family)
+
+
+def _offloaded_worker(rank: int, lora: bool) -> None:
+    """The blocks of a segment are one unit of FSDP, whose weights it offloads where the plan would stream them."""
+
+    def train(streaming: str | None, interval: int) -> dict[str, torch.Tensor | None]:
+        model = BUILDERS["flux"]()
+        if lora:
+            add_lora(model)
+        if streaming is None:
+            _shard(model, interval)
+            plan = None
+        else:
+            controls = elbowroom.Controls(
+                gradient_checkpointing=True, gradient_checkpointing_interval=interval, weight_streaming=streaming
+            )
+            plan = elbowroom.shard(model, elbowroom.schedule(model, controls))
+            assert not plan.streamed
+            units = _units(model)
+            # one unit a segment, and one of what is outside of blocks
+            assert len(units) == len(plan.segments) + 1
+            offloads = [isinstance(unit.offload_policy, CPUOffloadPolicy) for unit in units]
+            assert all(offloads) if streaming == "100%" else not any(offloads)
+        handle = None if plan is None else elbowroom.apply(model, plan)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, inputs_of("flux", rank)).backward()
+            optimizer.step()
+        if handle is not None:
+            assert handle.report().counters.replays == 2 * len(handle.plan.segments)
+            handle.remove()
+        return gradients(model) | {f"stepped {name}": _whole(p.detach()) for name, p in model.named_parameters()}
+
+    for interval in (1, 2):
+        expected = train(None, interval)
+        for streaming in ("off", "100%"):
+            assert_identical(expected, train(streaming, interval))
+
+
+def _units(model: nn.Module) -> list[Any]:
+    states = {id(each): each for module in model.modules() if (each := _get_module_fsdp_state(module)) is not None}
+    return [each._fsdp_param_group for each in states.values() if each._fsdp_param_group is not None]
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_fsdp_offloads_what_a_plan_streams(lora):
+    run(_offloaded_worker, lora)
+
+
+@pytest.mark.parametrize(
+    ("controls", "message"),
+    [
+        ({"weight_streaming": "50%"}, "weight_streaming: FSDP streams the weights of all blocks or of none"),
+        ({"ramtorch": True}, "weight_streaming: FSDP streams the weights of all blocks or of none"),
+        ({"weight_streaming": "100%", "weight_store": "disk"}, "weight_store: FSDP streams from host memory only"),
+        ({"weight_streaming": "100%", "weight_window": 1 << 20}, "weight_window: has no effect with FSDP"),
+    ],
+)
+def test_streaming_that_fsdp_does_not_know(controls, message):
+    model = BUILDERS["flux"]()
+    with pytest.raises(ValueError, match=message):
+        elbowroom.shard(model, elbowroom.schedule(model, elbowroom.Controls(**controls)))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _refused_worker(rank: int) -> None:

@@ -10,6 +10,7 @@ from elbowroom.memory.offload.autotune import PrefetchDecision, probe_prefetch
 from elbowroom.memory.offload.opening import store_kind
 from elbowroom.memory.plan import BlockPlan, OffloadSettings, Plan, ScopeModules, Treatments, WeightSettings
 from elbowroom.memory.schedule import schedule_blocks
+from elbowroom.memory.sharding import shard
 
 __all__ = [
     "Block",
@@ -30,6 +31,7 @@ __all__ = [
     "find_blocks",
     "probe_prefetch",
     "schedule_blocks",
+    "shard",
     "store_kind",
     "unwrap",
 ]

@@ -122,7 +122,8 @@ def _refuse_units_of_fsdp_in(segment: Sequence[BlockPlan], modules: Iterable[Any
     units = {id(module._get_fsdp_state()) for module in modules if hasattr(module, "_get_fsdp_state")}
     if len(units) > 1:
         raise RuntimeError(
-            f"segment {segment[0].segment} spans {len(units)} modules that FSDP shards apart; shard the blocks of a "
-            f"segment together, `fully_shard([{', '.join(block.name for block in segment)}])`, or set "
+            f"segment {segment[0].segment} spans {len(units)} modules that FSDP shards apart; shard by "
+            "`elbowroom.shard(model, plan)`, which shards the blocks of a segment together, as "
+            f"`fully_shard([{', '.join(block.name for block in segment)}])` does, or set "
             "gradient_checkpointing_interval to 1"
         )

@@ -20,8 +20,8 @@ def refuse_sharded(parameters: Sequence[torch.Tensor]) -> None:
     """Raise `RuntimeError` if FSDP shards a parameter that would be streamed."""
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         raise RuntimeError(
-            "FSDP shards these weights, and streams them itself: "
-            "`fully_shard(module, offload_policy=CPUOffloadPolicy())`; leave weight_streaming out"
+            "FSDP shards these weights, so it has to stream them itself, by its CPUOffloadPolicy; shard the model by "
+            "`plan = elbowroom.shard(model, plan)`, and apply the plan that it returns"
         )
 
 
