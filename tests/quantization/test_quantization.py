@@ -293,6 +293,36 @@ def test_tensors_of_the_libraries_themselves(quantize, tmp_path):
     assert_identical(expected, step(model, flux_inputs())[1])
 
 
+def by_bitsandbytes(layer: str, **options: Any) -> Any:
+    def quantize(model: Any) -> None:
+        from bitsandbytes import nn as layers
+
+        attention = model.transformer_blocks[0].attn
+        attention.to_q = getattr(layers, layer)(attention.to_q.in_features, attention.to_q.out_features, **options)
+
+    return quantize
+
+
+@pytest.mark.parametrize(
+    ("quantize", "kind"),
+    [
+        (by_bitsandbytes("Linear4bit"), "Params4bit"),
+        (by_bitsandbytes("Linear8bitLt", has_fp16_weights=False), "Int8Params"),
+    ],
+    ids=["4bit", "8bit"],
+)
+def test_layers_that_keep_their_scales_elsewhere_are_refused(quantize, kind, tmp_path):
+    model = wide_flux()
+    model.requires_grad_(False)
+    quantize(model)
+    before = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    plan = streaming(model, layers=False, store="disk", path=str(tmp_path))
+    with pytest.raises(RuntimeError, match=rf"^'weight' in .* is a {kind} of bitsandbytes, which can't be streamed"):
+        elbowroom.apply(model, plan)
+    assert before == {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    elbowroom.apply(model, elbowroom.schedule(model, elbowroom.Controls(gradient_checkpointing=True))).remove()
+
+
 def test_the_option_has_the_names_of_the_formats():
     from typing import get_args
 

@@ -1,4 +1,4 @@
-"""FSDP2 in accordance with a plan: the blocks of a segment are sharded together, and streamed weights by its offload."""
+"""FSDP2 as a plan needs it: the blocks of a segment are one unit, and it streams the weights that the plan streams."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def _refuse_what_fsdp_cannot(plan: Plan) -> None:
     if not plan.streamed:
         return
     if set(plan.streamed) != {block.name for block in plan.blocks}:
-        raise ValueError(
-            "weight_streaming: FSDP streams the weights of all blocks or of none; set it to 100% or to off"
-        )
+        raise ValueError("weight_streaming: FSDP streams the weights of all blocks or of none; set it to 100% or off")
     if plan.weights.store == "disk":
         raise ValueError("weight_store: FSDP streams from host memory only; set it to pinned or pageable")
     if plan.weights.window is not None:

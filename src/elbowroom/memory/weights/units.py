@@ -107,6 +107,9 @@ def find_units(base: nn.Module, names: Sequence[str], trainable: bool) -> tuple[
         base: the unwrapped model.
         names: of the modules, in execution order.
         trainable: stream parameters that need a gradient too.
+
+    Raises:
+        RuntimeError: a parameter is of a kind that keeps a part of its values elsewhere.
     """
     modules = dict(base.named_modules())
     places: dict[int, list[nn.Module]] = {}
@@ -131,10 +134,23 @@ def find_units(base: nn.Module, names: Sequence[str], trainable: bool) -> tuple[
                 ):
                     tied[f"{name}: {attribute}"] = parameter.nbytes
                     continue
+                _refuse_unknown_kind(parameter, name, attribute)
                 holders.append((module, attribute))
         if holders:
             units.append(Unit(name, modules[name], len(units), holders))
     return units, tied
+
+
+def _refuse_unknown_kind(parameter: torch.Tensor, module: str, attribute: str) -> None:
+    """A subclass without the flatten protocol may keep scales and other state anywhere, as bitsandbytes' layers do."""
+    kind = type(parameter)
+    if kind in (nn.Parameter, torch.Tensor) or hasattr(parameter, "__tensor_flatten__"):
+        return
+    raise RuntimeError(
+        f"{attribute!r} in {module!r} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, which can't be "
+        "streamed, for it does not say which tensors it consists of; load the model without that quantization and "
+        'quantize it by `elbowroom.quantization.quantize_base`, which has bitsandbytes\' format as "nf4-bitsandbytes"'
+    )
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
