@@ -6,14 +6,15 @@ black-forest-labs/FLUX.1-dev.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from accelerate import init_empty_weights
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from peft import LoraConfig
+from torch import nn
 
 Name = Literal["sd3-medium", "flux.1-dev"]
 
@@ -35,10 +36,12 @@ def build(
         dtype: of all weights.
         heads: the width is this many heads; tests have fewer.
     """
-    torch.manual_seed(0)
-    with _made_as(device, dtype):
+    with init_empty_weights(include_buffers=False):
         model = _BUILDERS[name](layers, heads)
+    model.to(dtype)
+    _fill(model, device)
     model.to(device)
+    torch.manual_seed(0)
     if lora:
         model.requires_grad_(False)
         # Random, not zero, so that every one of its weights has a gradient.
@@ -104,13 +107,18 @@ def _flux_dev(layers: int | None, heads: int) -> FluxTransformer2DModel:
 _BUILDERS: dict[Name, Callable[[int | None, int], Any]] = {"sd3-medium": _sd3_medium, "flux.1-dev": _flux_dev}
 
 
-@contextmanager
-def _made_as(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Let modules be made right where and as they are wanted: 12 billion parameters in float32 are 48 GB."""
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(usual)
+def _fill(model: nn.Module, device: torch.device) -> None:
+    """Give a model on the meta device random weights, of which a repeated piece is made: 12 billion take a while."""
+    piece = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).to(device)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            values = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+            if parameter.dim() > 1:
+                scale = parameter[0].numel() ** -0.5
+                for part in values.view(-1).split(len(piece)):
+                    part.copy_(piece[: len(part)] * scale)
+            elif name == "weight":
+                values.fill_(1)
+            module._parameters[name] = nn.Parameter(values)

@@ -22,29 +22,33 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
-import shutil
-import statistics
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import elbowroom
 from full_size import Inputs, build, inputs, step
+from gpu import (
+    WARM_UP,
+    Link,
+    NotInstalled,
+    add_arguments,
+    chosen_rows,
+    find_gpu,
+    gradient_norms,
+    measured_link,
+    milliseconds,
+    strangers,
+    surroundings,
+)
 
 NO_OFFLOAD = "no offload"
-WARM_UP = 3
-SAME_GRADIENTS = 0.02
-"""Kernels of the backward pass add in another order each time, so norms of gradients differ in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,6 @@ class Row:
 
     name: str
     ready: Callable[[Any], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Link:
-    """Bandwidth between pinned memory and the GPU, in bytes per second."""
-
-    out: float
-    back: float
-
-    def bound(self, nbytes: float) -> float:
-        """Return the milliseconds that copying bytes out and back takes."""
-        return (nbytes / self.out + nbytes / self.back) * 1000
 
 
 @dataclass(frozen=True)
@@ -122,10 +114,6 @@ def rows(window: int | None) -> list[Row]:
     ]
 
 
-class NotInstalled(RuntimeError):
-    """A peer is missing, so its row is left out."""
-
-
 def torchtune_offload() -> AbstractContextManager[Any]:
     try:
         from torchtune.training import OffloadActivations  # type: ignore[import-not-found]
@@ -135,29 +123,6 @@ def torchtune_offload() -> AbstractContextManager[Any]:
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-
-
-def milliseconds(work: Callable[[], Any], rounds: int) -> float:
-    """Return the median time of `work` between CUDA events."""
-    measured = []
-    for _ in range(rounds):
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
-        work()
-        ended.record()
-        torch.cuda.synchronize()
-        measured.append(started.elapsed_time(ended))
-    return statistics.median(measured)
-
-
-def measured_link(device: torch.device, nbytes: int = 256 << 20) -> Link:
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    out = partial(host.copy_, there, non_blocking=True)
-    back = partial(there.copy_, host, non_blocking=True)
-    for copy in (out, back):
-        copy()
-    return Link(*(nbytes / (milliseconds(copy, 9) / 1000) for copy in (out, back)))
 
 
 def measure(row: Row, model: Any, batch: Inputs, rounds: int) -> Figures:
@@ -194,39 +159,7 @@ def offloaded_bytes(handle: object) -> int:
     return sum(handle.report().counters.bytes_offloaded.values())
 
 
-def gradient_norms(model: Any) -> torch.Tensor:
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-    return torch.stack([gradient.float().norm() for gradient in gradients]).cpu()
-
-
-def strangers(figures: Mapping[str, Figures]) -> list[str]:
-    """Return the rows whose gradients are not those of the first row that has any."""
-    norms = {name: each.norms for name, each in figures.items() if each.norms is not None}
-    expected = next(iter(norms.values()), torch.zeros(0))
-    return [name for name, each in norms.items() if not (each - expected).norm() <= SAME_GRADIENTS * expected.norm()]
-
-
 # ---- showing ---------------------------------------------------------------------------------------------------------
-
-
-def surroundings(device: torch.device, link: Link) -> dict[str, Any]:
-    """Return what the figures depend on besides the code."""
-    card = torch.cuda.get_device_properties(device)
-    driver = "unknown"
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    return {
-        "card": card.name,
-        "memory GiB": round(card.total_memory / 2**30, 1),
-        "driver": driver,
-        "CUDA": torch.version.cuda or torch.version.hip,
-        "torch": torch.__version__,
-        "Diffusers": diffusers.__version__,
-        "Python": platform.python_version(),
-        "GB/s out": round(link.out / 1e9, 2),
-        "GB/s back": round(link.back / 1e9, 2),
-    }
 
 
 def table_of(title: str, figures: dict[str, Figures], link: Link) -> Table:
@@ -245,7 +178,7 @@ def table_of(title: str, figures: dict[str, Figures], link: Link) -> Table:
             f"{each.milliseconds / base:.3f}" if base else "",
             f"{each.peak / 2**30:.2f}",
             f"{each.offloaded / 2**30:.2f}" if each.offloaded else "",
-            f"{link.bound(each.offloaded):.1f}" if each.offloaded else "",
+            f"{link.milliseconds(out=each.offloaded, back=each.offloaded):.1f}" if each.offloaded else "",
             f"{each.milliseconds - base:.1f}" if base else "",
         )
     return table
@@ -253,21 +186,14 @@ def table_of(title: str, figures: dict[str, Figures], link: Link) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("sd3-medium", "flux.1-dev"), default="sd3-medium")
-    parser.add_argument("--layers", type=int, default=None, help="number of blocks (default: all, 24 or 57)")
+    add_arguments(parser)
     parser.add_argument("--train", choices=("lora", "full"), default="lora")
-    parser.add_argument("--side", type=int, default=64, help="picture tokens in each direction (default 64: 4,096)")
-    parser.add_argument("--batch", type=int, default=1, help="pictures in a step (default 1)")
     parser.add_argument("--window", type=int, default=None, help="MiB on their way each way (default: the engine's)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each row (default 9)")
-    parser.add_argument("--rows", nargs="+", default=None, help="only rows whose names begin with one of these")
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures to this file")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit(
-            "offload_gpu.py measures a GPU, and torch finds none here (torch.cuda.is_available() is False)"
-        )
-    device = torch.device("cuda", torch.cuda.current_device())
+    window = None if arguments.window is None else arguments.window << 20
+    ways = {row.name: row for row in rows(window)}
+    chosen = chosen_rows(parser, ways, arguments.rows)
+    device = find_gpu(__file__)
     link = measured_link(device)
     around = surroundings(device, link)
     console = Console(width=130, markup=False)
@@ -276,14 +202,10 @@ def main() -> None:
     at: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     model = build(arguments.model, layers=arguments.layers, lora=arguments.train == "lora", **at)
     batch = inputs(arguments.model, side=arguments.side, batch=arguments.batch, **at)
-    window = None if arguments.window is None else arguments.window << 20
-    chosen = [row for row in rows(window) if row.name.startswith(tuple(arguments.rows or ("",)))]
-    if not chosen:
-        parser.error(f"--rows: no row begins with {' or '.join(arguments.rows)}; see rows()")
     figures = {}
-    for row in chosen:
-        console.print(f"{row.name} …")
-        figures[row.name] = measure(row, model, batch, arguments.rounds)
+    for name in chosen:
+        console.print(f"{name} …")
+        figures[name] = measure(ways[name], model, batch, arguments.rounds)
     title = f"{arguments.model}, {arguments.layers or 'all'} blocks, {arguments.train}, {arguments.side**2} tokens"
     console.print(table_of(title, figures, link))
     if arguments.json:
@@ -291,7 +213,8 @@ def main() -> None:
         document = {"title": title, "surroundings": around, "rows": entries}
         arguments.json.write_text(json.dumps(document, indent=1))
     problems = [f"{name}: {each.note}" for name, each in figures.items() if each.failed]
-    problems += [f"{name}: gradients are not those of the first row" for name in strangers(figures)]
+    norms = {name: each.norms for name, each in figures.items()}
+    problems += [f"{name}: gradients are not those of the first row" for name in strangers(norms)]
     if problems:
         raise SystemExit("\n".join(problems))
 

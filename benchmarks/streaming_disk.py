@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,38 +26,47 @@ from rich.progress import track
 from rich.table import Table
 from safetensors.torch import save_file
 
-WIDTH = 3072
+HEADS = 24
 SHARD = 1 << 30
 
 
-def build(double: int, single: int) -> Any:
+@dataclass(frozen=True)
+class Shape:
+    """Of a Flux: numbers of double- and single-stream blocks, and of heads of 128 channels."""
+
+    double: int
+    single: int
+    heads: int
+
+
+def build(shape: Shape) -> Any:
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
     with init_empty_weights(include_buffers=False):
         model: Any = FluxTransformer2DModel(
-            num_layers=double,
-            num_single_layers=single,
+            num_layers=shape.double,
+            num_single_layers=shape.single,
             attention_head_dim=128,
-            num_attention_heads=WIDTH // 128,
+            num_attention_heads=shape.heads,
             guidance_embeds=True,
         )
     return model.to(torch.bfloat16)
 
 
-def layers_for(nbytes: int) -> tuple[int, int]:
-    """Return numbers of double- and single-stream blocks, 1 to 2, that have at least so many bytes."""
+def shape_for(nbytes: int, heads: int) -> Shape:
+    """Return the smallest shape, of single- and double-stream blocks 2 to 1, that has at least so many bytes."""
     double = 1
-    while sum(parameter.nbytes for parameter in build(double, 2 * double).parameters()) < nbytes:
+    while sum(parameter.nbytes for parameter in build(Shape(double, 2 * double, heads)).parameters()) < nbytes:
         double += 1
-    return double, 2 * double
+    return Shape(double, 2 * double, heads)
 
 
-def write_checkpoint(folder: Path, double: int, single: int) -> int:
+def write_checkpoint(folder: Path, shape: Shape) -> int:
     """Write random weights in shards of about a gibibyte; never more than one is in memory. Returns all bytes."""
     generator = torch.Generator().manual_seed(0)
     shard: dict[str, torch.Tensor] = {}
     number = total = 0
-    parameters = list(build(double, single).named_parameters())
+    parameters = list(build(shape).named_parameters())
     for place, (name, parameter) in enumerate(track(parameters, "writing", console=Console(stderr=True))):
         shard[name] = torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
         total += parameter.nbytes
@@ -67,7 +77,7 @@ def write_checkpoint(folder: Path, double: int, single: int) -> int:
     return total
 
 
-def train(folder: Path, double: int, single: int, tokens: int, window: int) -> dict[str, Any]:
+def train(folder: Path, shape: Shape, tokens: int, window: int) -> dict[str, Any]:
     """Take two steps of a LoRA; return what the kernel and the engine have counted."""
     from peft import LoraConfig
 
@@ -77,7 +87,7 @@ def train(folder: Path, double: int, single: int, tokens: int, window: int) -> d
     from models import flux_inputs
 
     before = Cpu().peak_bytes()
-    model = build(double, single)
+    model = build(shape)
     missing = map_weights(model, sorted(folder.glob("*.safetensors")))
     assert not missing, missing
     model.add_adapter(LoraConfig(r=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
@@ -103,19 +113,20 @@ def train(folder: Path, double: int, single: int, tokens: int, window: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=6.0, help="size of the checkpoint (default 6)")
+    parser.add_argument("--heads", type=int, default=HEADS, help=f"of 128 channels (default {HEADS}, FLUX.1-dev's)")
     parser.add_argument("--tokens", type=int, default=64, help="picture tokens (default 64)")
     parser.add_argument("--window", type=int, default=800 << 20, help="bytes of weights in memory (default 800 MiB)")
     parser.add_argument("--folder", type=Path, default=None, help="for the checkpoint (default: a temporary one)")
     parser.add_argument("--check", type=float, default=None, help="fail if the peak is above so many gigabytes")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures to this file")
     arguments = parser.parse_args()
-    double, single = layers_for(int(arguments.gigabytes * 1e9))
+    shape = shape_for(int(arguments.gigabytes * 1e9), arguments.heads)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        total = write_checkpoint(folder, double, single)
+        total = write_checkpoint(folder, shape)
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            figures = pool.submit(train, folder, double, single, arguments.tokens, arguments.window).result()
-    table = Table(title=f"A Flux of {double} and {single} blocks, streamed from its files")
+            figures = pool.submit(train, folder, shape, arguments.tokens, arguments.window).result()
+    table = Table(title=f"A Flux of {shape.double} and {shape.single} blocks, streamed from its files")
     for column in ("checkpoint, GB", "VmHWM, GB", "of it imports, GB", "read per step, GB", "window, GB", "s per step"):
         table.add_column(column, justify="right")
     numbers = (

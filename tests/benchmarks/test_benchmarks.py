@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+import types
 
 import pytest
 import torch
+from rich.console import Console
+from torch import nn
 
 import disk_store
 import engine
@@ -15,8 +18,12 @@ import offload_gpu
 import overhead
 import segments
 import soak
+import streaming_disk
+import streaming_gpu
 from elbowroom.memory.offload.stacked_store import StackedStore
+from elbowroom.testing import simulated_accelerator
 from full_size import build, inputs, step
+from gpu import Link, gradient_norms, strangers
 from models import build_flux, build_sd3, flux_inputs, sd3_inputs
 from peers import SaveAttention
 
@@ -148,7 +155,7 @@ def test_rows_of_offload_gpu_give_the_same_gradients(name, lora):
                 step(model, batch)
                 step(model, batch)  # prefetched from here on
                 offloaded[row.name] = offload_gpu.offloaded_bytes(handle)
-            figures[row.name] = offload_gpu.Figures(norms=offload_gpu.gradient_norms(model))
+            figures[row.name] = offload_gpu.Figures(norms=gradient_norms(model))
             assert torch.equal(figures[row.name].norms, figures[offload_gpu.NO_OFFLOAD].norms), row.name
     assert figures[offload_gpu.NO_OFFLOAD].norms.count_nonzero() > 0.9 * len(figures[offload_gpu.NO_OFFLOAD].norms)
     assert offloaded["ours: everything, prefetched"] > offloaded["ours: attention, prefetched"] > 0
@@ -156,30 +163,145 @@ def test_rows_of_offload_gpu_give_the_same_gradients(name, lora):
     assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 
-def test_offload_gpu_tells_gradients_that_differ():
+def test_gradients_that_differ_are_told():
     norms = torch.tensor([3.0, 4.0])
     figures = {
-        "first": offload_gpu.Figures(norms=norms),
-        "failed": offload_gpu.Figures(note="out of GPU memory"),
-        "same": offload_gpu.Figures(norms=norms * 1.001),
-        "other": offload_gpu.Figures(norms=norms * 1.1),
-        "nothing": offload_gpu.Figures(norms=norms * float("nan")),
+        "first": norms,
+        "failed": None,
+        "same": norms * 1.001,
+        "other": norms * 1.1,
+        "nothing": norms * float("nan"),
     }
-    assert offload_gpu.strangers(figures) == ["other", "nothing"]
+    assert strangers(figures) == ["other", "nothing"]
 
 
 def test_offload_gpu_bound_and_exposed_time(capsys):
-    link = offload_gpu.Link(out=20e9, back=10e9)
-    assert link.bound(20e9) == 3000
+    link = Link(out=20e9, back=10e9)
+    assert link.milliseconds(out=20e9, back=20e9) == 3000
     figures = {
         offload_gpu.NO_OFFLOAD: offload_gpu.Figures(100.0, 2 << 30, 0),
         "ours": offload_gpu.Figures(110.0, 1 << 30, 1 << 30),
         "peer": offload_gpu.Figures(note="left out"),
     }
-    offload_gpu.Console(width=130).print(offload_gpu.table_of("", figures, link))
+    Console(width=130).print(offload_gpu.table_of("", figures, link))
     printed = capsys.readouterr().out
     assert re.search(r"ours +│ +110.0 │ +1.100 │ +1.00 │ +1.00 │ +161.1 │ +10.0 ", printed)
     assert "peer: left out" in printed
+
+
+# ---- streaming_gpu ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_streaming_gpu_refuses_without_a_gpu(run, capsys):
+    with pytest.raises(SystemExit, match=r"streaming_gpu.py measures a GPU, and torch finds none here"):
+        run(streaming_gpu)
+    with pytest.raises(SystemExit):
+        run(streaming_gpu, "--rows", "theirs")
+    assert "no row begins with theirs; there are: resident; ours: blocks;" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model", ["sd3-medium", "flux.1-dev"])
+@pytest.mark.parametrize("work", ["lora", "full", "sample"])
+def test_streaming_gpu(run, model, work, tmp_path):
+    found = tmp_path / "figures.json"
+    run(streaming_gpu, "--model", model, "--work", work, "--layers", 3, "--side", 16, "--rounds", 2, "--json", found)
+    rows = json.loads(found.read_text())["rows"]
+    assert rows["ours: blocks"]["fetched"] > rows["ours: half of the blocks"]["fetched"] > 0
+    assert rows["ours: blocks"]["peak"] < rows["resident"]["peak"]
+
+
+@pytest.mark.parametrize("name", ["sd3-medium", "flux.1-dev"])
+@pytest.mark.parametrize("work", ["lora", "full", "sample"])
+def test_rows_of_streaming_gpu_compute_the_same(name, work):
+    """On the simulated accelerator: what the rows do is the same, but not what it costs."""
+    figures, copied, drawn = {}, {}, {}
+    for row, ready in streaming_gpu.rows(window=1 << 18).items():
+        if not row.startswith(("resident", "ours")):
+            continue
+        with simulated_accelerator() as accelerator:
+            at = {"dtype": torch.bfloat16}
+            model = build(name, layers=2, lora=work == "lora", heads=1, device=torch.device("cpu"), **at)
+            batch = inputs(name, side=2, batch=1, device=accelerator.device, **at)
+            with ready(model, accelerator.device, work) as handle:
+                for _ in range(2):
+                    streaming_gpu.run(work, model, batch)
+                copied[row] = streaming_gpu.counted(handle)
+                with torch.no_grad():
+                    drawn[row] = model(**batch).sample.cpu()
+                if work != "sample":
+                    norms = gradient_norms(model).tolist()
+                    figures[row] = streaming_gpu.Figures(1.0, 1, norms=norms)
+                    assert sum(norm > 0 for norm in norms) > 0.9 * len(norms)
+                    assert norms == figures["resident"].norms, row
+            assert torch.equal(drawn[row], drawn["resident"])
+            assert accelerator.violations == []
+            del batch, handle
+    assert streaming_gpu.problems_of(figures) == []
+    assert not any(copied["resident"].values())
+    assert copied["ours: blocks"]["weight_bytes_in"] > copied["ours: half of the blocks"]["weight_bytes_in"] > 0
+    assert copied["ours: layers"]["weight_bytes_in"] > 0
+    assert bool(copied["ours: blocks"]["gradient_bytes_out"]) == (work == "full")
+
+
+def test_streaming_gpu_puts_layers_of_ramtorch_in_the_place_of_others(monkeypatch):
+    class Linear(nn.Linear):
+        def __init__(self, *sizes, device, skip_init, **options):
+            assert skip_init
+            super().__init__(*sizes, device="meta", **options)
+            self.to_empty(device="cpu")
+
+    monkeypatch.setitem(sys.modules, "ramtorch", types.ModuleType("ramtorch"))
+    monkeypatch.setitem(sys.modules, "ramtorch.modules", types.ModuleType("ramtorch.modules"))
+    monkeypatch.setitem(sys.modules, "ramtorch.modules.linear", types.SimpleNamespace(Linear=Linear))
+    cpu = torch.device("cpu")
+    model = build("flux.1-dev", layers=2, lora=True, heads=1, device=cpu, dtype=torch.bfloat16)
+    batch = inputs("flux.1-dev", side=2, batch=1, device=cpu, dtype=torch.bfloat16)
+    step(model, batch)
+    expected = gradient_norms(model)
+    with streaming_gpu.ramtorch_linears(model, cpu, "lora"):
+        step(model, batch)
+        assert torch.equal(expected, gradient_norms(model))
+        kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        assert all((kind is Linear) == (".lora_" not in name) for name, kind in kinds.items())
+        assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if "lora" not in name)
+
+
+def test_streaming_gpu_tells_what_is_wrong_with_ours_and_shows_what_is_wrong_with_others(capsys):
+    figures = {
+        "resident": streaming_gpu.Figures(100.0, 4 << 30, norms=[3.0, 4.0]),
+        "ours: blocks": streaming_gpu.Figures(110.0, 1 << 30, 2 << 30, 1 << 30, 0.75, norms=[3.0, 4.0]),
+        "ours: layers": streaming_gpu.Figures(note="ValueError: no"),
+        "ours: half": streaming_gpu.Figures(120.0, 1 << 30, 1 << 30, 0, 0.5, norms=[3.0, 5.0]),
+        "ours: more": streaming_gpu.Figures(note="out of GPU memory"),
+        "theirs": streaming_gpu.Figures(note="RuntimeError: two devices"),
+    }
+    assert streaming_gpu.problems_of(figures) == [
+        "ours: layers: ValueError: no",
+        "ours: half: gradients are not those of the first row",
+    ]
+    Console(width=140).print(streaming_gpu.table_of("", figures, Link(out=10e9, back=20e9)))
+    printed = capsys.readouterr().out
+    assert re.search(r"blocks +│ +110.0 │ +1.100 │ +1.00 │ +2.00 │ +1.00 │ +214.7 │ +10.0 │ +75%", printed)
+    assert "theirs: RuntimeError: two devices" in printed
+
+
+# ---- streaming_disk --------------------------------------------------------------------------------------------------
+
+
+def test_streaming_disk(run, tmp_path):
+    small = ("--gigabytes", 0.05, "--heads", 2, "--tokens", 4, "--window", 1 << 20, "--folder", tmp_path)
+    found = tmp_path / "figures.json"
+    printed = run(streaming_disk, *small, "--json", found)
+    assert "streamed from its files" in printed
+    figures = json.loads(found.read_text())
+    assert figures["checkpoint"] >= 0.05e9
+    assert figures["weight_bytes_in"] > 2 * figures["weights_streamed"] > figures["checkpoint"]
+    assert figures["peak"] > figures["imports"] > 0
+    with pytest.raises(SystemExit, match=r"the peak is above 0.01 GB"):
+        run(streaming_disk, *small, "--check", 0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
 # ---- soak ------------------------------------------------------------------------------------------------------------
