@@ -18,6 +18,10 @@ BATCH = 32 << 20
 """Small layers are fetched together, up to so many bytes and a quarter of the window: each copy has its price."""
 
 
+_NO_BACKWARD = -1
+"""What torch calls the backward pass of a thread in which none is running."""
+
+
 class Arrival:
     """One or more units on the device, or on their way there.
 
@@ -56,7 +60,9 @@ class Arrivals:
     In a pass of which nothing is known, units are fetched on demand, and the least recently used is given up.
 
     A pass is a forward pass, with the backward passes that follow before the next one begins. No copy outlives its
-    pass: between two passes anything may write into the weights (an optimizer, merging an adapter), unseen.
+    pass: between two passes anything may write into the weights (an optimizer, merging an adapter), unseen. What is not
+    used any more in a pass whose order is known is given up at once, and everything at the end of a backward pass, so
+    that the device has room for what comes in between.
 
     Args:
         device: where they are.
@@ -92,6 +98,7 @@ class Arrivals:
         self._kind: tuple[bool, int] | None = None
         self._entered: set[int] = set()
         self._in_backward = False
+        self._backward: int | None = None  # the one at whose end copies are given up
         self._forecast: Forecast | None = None
         self._clock = 0
 
@@ -108,6 +115,8 @@ class Arrivals:
         saving = torch.is_grad_enabled()
         with self._lock, torch.inference_mode(False), torch.no_grad():
             repeated = self._follow(unit, backward, saving)
+            if backward:
+                self._clear_at_the_end_of_backward()
             arrival = self._by_unit.get(unit.number)
             counters = self._counters
             if arrival is None:
@@ -143,6 +152,18 @@ class Arrivals:
                 if arrival.users == 0:
                     self._give_up(arrival)
 
+    def hold(self, arrival: Arrival) -> None:
+        """Keep a copy on the device for the time of a call."""
+        with self._lock:
+            arrival.users += 1
+
+    def let_go(self, arrival: Arrival) -> None:
+        """End what `hold` began. In a forward pass the copy is given up if that was its last use."""
+        with self._lock:
+            arrival.users -= 1
+            if not self._in_backward:  # else the operations of the call that is replayed are still to come
+                self._give_up_if_finished(arrival)
+
     def look(self) -> None:
         """Count the times of copies that have ended since."""
         with self._lock:
@@ -161,10 +182,20 @@ class Arrivals:
         self._in_backward = backward
         repeated = bool(self._order) and self._order[-1] == unit.number and backward
         if not repeated:
+            before = self._by_unit.get(self._order[-1]) if self._order else None
             self._order.append(unit.number)
             if self._forecast is not None:
                 self._forecast.asked_for(unit.number)
+            if before is not None and unit.number not in before.starts:
+                self._give_up_if_finished(before)
         return repeated
+
+    def _clear_at_the_end_of_backward(self) -> None:
+        current = torch._C._current_graph_task_id()
+        if current not in (self._backward, _NO_BACKWARD):
+            self._backward = current
+            # As DDP and FSDP do: called once, when this backward pass has ended.
+            torch.autograd.Variable._execution_engine.queue_callback(self.clear)  # type: ignore[attr-defined]
 
     def _begin(self, kind: tuple[bool, int]) -> None:
         if self._kind is not None:
@@ -178,13 +209,17 @@ class Arrivals:
     # ---- fetching and giving up --------------------------------------------------------------------------------------
 
     def _fetch_now(self, unit: Unit) -> Arrival:
-        while self._nbytes + unit.nbytes > self._window and (victim := self._victim()) is not None:
-            self._give_up(victim)
+        self._make_room(unit.nbytes)
         try:
             return self._fetch([unit])
         except torch.OutOfMemoryError:
             self.clear()  # what is there too early makes room for what is needed now
             return self._fetch([unit])
+
+    def _make_room(self, nbytes: int) -> None:
+        """Give up copies until so many bytes have room in the window, or none is left that nobody uses."""
+        while self._nbytes + nbytes > self._window and (victim := self._victim()) is not None:
+            self._give_up(victim)
 
     def _fetch_ahead(self) -> None:
         if self._forecast is None:
@@ -253,6 +288,11 @@ class Arrivals:
     def _next_use(self, arrival: Arrival) -> int:
         forecast = self._forecast
         return NEVER if forecast is None else min(forecast.next_use(number) for number in arrival.starts)
+
+    def _give_up_if_finished(self, arrival: Arrival) -> None:
+        """Give up a copy that the rest of the pass has no use for, as far as is known."""
+        if self._forecast is not None and arrival.users == 0 and self._next_use(arrival) == NEVER:
+            self._give_up(arrival)
 
     def _give_up(self, arrival: Arrival) -> None:
         if not arrival.awaited:

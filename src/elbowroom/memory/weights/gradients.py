@@ -14,14 +14,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import Function, once_differentiable
 
 from elbowroom.memory.counters import Counters
-from elbowroom.memory.devices.base import Device, Event
+from elbowroom.memory.devices.base import Device, Event, Geometry
+from elbowroom.memory.devices.strided import strided_view
 from elbowroom.memory.offload.staging import Staging
+
+_AT_ONCE = 2**64 - 1
+"""Of what is ready, autograd runs first what was made last, and accumulates into parameters before all else: that has
+this number. A gradient that is whole leaves at once, too, and not when the whole block has been gone through."""
 
 
 class GradientsHome:
@@ -45,19 +52,27 @@ class GradientsHome:
     def begin(self, gradient: torch.Tensor) -> GradientCopy:
         """Begin to copy a gradient home; returns at once."""
         assert self._staging is not None
-        gradient = gradient.contiguous()
-        if self._device.storage(gradient).nbytes() != gradient.nbytes:
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        if self._device.storage(gradient).nbytes() > gradient.nbytes:
+            gradient = gradient.clone()  # it is a part of something larger
+        flat = self._device.flat(gradient)
         with self._lock:
-            while self._leaving and (self._leaving[0][1].done() or self._over(gradient.nbytes)):
+            while self._leaving and (self._leaving[0][1].done() or self._over(flat.nbytes)):
                 self._release_oldest()
-            buffer = self._staging.take_at_once(gradient.nbytes)
-            event = self._device.copy_out(self._device.flat(gradient), buffer[: gradient.nbytes])
-            self._leaving.append((gradient, event))
-            self._bytes_leaving += gradient.nbytes
-            self._counters.gradient_bytes_out += gradient.nbytes
+            buffer = self._staging.take_at_once(flat.nbytes)
+            event = self._device.copy_out(flat, buffer[: flat.nbytes])
+            self._leaving.append((flat, event))
+            self._bytes_leaving += flat.nbytes
+            self._counters.gradient_bytes_out += flat.nbytes
             self._counters.gradient_window = max(self._counters.gradient_window, self._bytes_leaving)
-        return GradientCopy(gradient, buffer, event, self._staging)
+        return GradientCopy(Geometry.of(gradient), buffer[: flat.nbytes], event, partial(self._arrived, buffer))
+
+    def _arrived(self, buffer: torch.Tensor) -> None:
+        """Take back the buffer of a copy that is done, and release what has left the device."""
+        assert self._staging is not None
+        self._staging.give(buffer, [])
+        with self._lock:
+            while self._leaving and self._leaving[0][1].done():
+                self._release_oldest()
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -71,29 +86,34 @@ class GradientsHome:
         return self._bytes_leaving + nbytes > self._window
 
     def _release_oldest(self) -> None:
-        gradient, event = self._leaving.popleft()
+        flat, event = self._leaving.popleft()
         event.hold_compute()  # its memory may be used for something else only after the copy
-        self._bytes_leaving -= gradient.nbytes
+        self._bytes_leaving -= flat.nbytes
 
 
 class GradientCopy:
     """A gradient on its way home.
 
+    Args:
+        geometry: of the gradient in its storage.
+        buffer: host memory for the bytes of that storage.
+        event: the end of the copy.
+        give_back: what to do with the buffer afterwards.
+
     Attributes:
         tensor: the gradient in host memory, once the copy is done.
     """
 
-    def __init__(self, gradient: torch.Tensor, buffer: torch.Tensor, event: Event, staging: Staging):
-        self._buffer = buffer
+    def __init__(self, geometry: Geometry, buffer: torch.Tensor, event: Event, give_back: Callable[[], None]):
         self._event = event
-        self._staging = staging
-        self.tensor = buffer[: gradient.nbytes].view(gradient.dtype).view(gradient.size())
+        self._give_back = give_back
+        self.tensor = strided_view(buffer, geometry)
 
     def received(self) -> torch.Tensor:
         """Wait for the copy, and return the gradient in memory of its own."""
         self._event.wait()
         gradient = self.tensor.clone()
-        self._staging.give(self._buffer, [])
+        self._give_back()
         return gradient
 
 
@@ -154,4 +174,6 @@ def arrived(parameter: torch.Tensor, on_device: torch.Tensor, home: GradientsHom
         weight: what stands for the copy where autograd saves it.
     """
     trip = _Trip()
-    return Arrives.apply(Departs.apply(parameter, trip), trip, on_device, home, weight)  # type: ignore[return-value]
+    result: Any = Arrives.apply(Departs.apply(parameter, trip), trip, on_device, home, weight)
+    result.grad_fn._set_sequence_nr(_AT_ONCE)
+    return result

@@ -167,7 +167,7 @@ class Streamer:
                     )
             arrival = self._arrivals.use(unit, backward=_in_backward())
             copies = self._copies(unit, arrival)
-            arrival.users += 1
+            self._arrivals.hold(arrival)
             self._used[unit.number] = arrival
             for holder in unit.holders:
                 holder.module._parameters[holder.name] = copies[holder.number]  # type: ignore[assignment]
@@ -181,7 +181,7 @@ class Streamer:
         for holder in unit.holders:
             holder.module._parameters[holder.name] = unit.parameters[holder.number]
         arrival = self._used.pop(unit.number)
-        arrival.users -= 1
+        self._arrivals.let_go(arrival)
         if arrival.flat._version != arrival.version:
             raise RuntimeError(
                 f"{unit.name!r} writes into its weights while it is called, which streamed weights can't take home; "
