@@ -320,9 +320,8 @@ def test_a_model_that_does_not_fit(full, layers):
         resident = with_gradients(copy.deepcopy(model).to(accelerator.device))
         in_hand, expected = peak_of(accelerator, accumulate, resident, x)
         del resident
-    with device(capacity=weights // 4) as accelerator:
-        with pytest.raises(torch.OutOfMemoryError):
-            copy.deepcopy(model).to(accelerator.device)
+    with device(capacity=weights // 4) as accelerator, pytest.raises(torch.OutOfMemoryError):
+        copy.deepcopy(model).to(accelerator.device)
     for seed in range(3):
         with device(seed, capacity=weights // 4) as accelerator:
             x = example(width).to(accelerator.device)
@@ -335,7 +334,7 @@ def test_a_model_that_does_not_fit(full, layers):
 
 
 def test_nothing_stays_on_the_device_between_passes():
-    """After a backward pass, or a forward pass whose order is known, there is room for the optimizer and the decoder."""
+    """After a backward pass, or a forward pass of known order, there is room for the optimizer and the decoder."""
     with device() as accelerator:
         model, x = with_gradients(Stack()), example().to(accelerator.device)
         with elbowroom.apply(model, streaming(*ALL, window=1 << 30), device=accelerator.device):
