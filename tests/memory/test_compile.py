@@ -117,3 +117,29 @@ def test_copies_of_a_model_with_compiled_blocks_are_plain():
         step(twin, flux_inputs())
         assert handle.report().counters.blocks_recorded == 0
     assert "compile" not in model.transformer_blocks[0].__dict__
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["compiled before", "compiled after"])
+@pytest.mark.parametrize("options", [{"weight_streaming": "100%"}, {"ramtorch": True}], ids=["blocks", "layers"])
+def test_streamed_weights(options, before, expected, tmp_path):
+    """Compiled code gets copies as arguments, and is not compiled anew for each; a layer by itself ends a graph."""
+    model = flux()
+    controls = elbowroom.Controls(
+        gradient_checkpointing=True, weight_window=1 << 16, weight_store="disk", weight_store_path=tmp_path, **options
+    )
+    if before:
+        model.compile_repeated_blocks()
+    with elbowroom.apply(model, elbowroom.schedule(model, controls)) as handle:
+        if not before:
+            model.compile_repeated_blocks()
+        graphs = []
+        for _ in range(3):
+            found = step(model, flux_inputs())[1]
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            if "ramtorch" in options:
+                assert_close(expected[1], found)
+            else:
+                assert_identical(expected[1], found)
+        assert graphs[0] == graphs[2] > 0
+        assert handle.report().counters.weight_bytes_in > 0
+    assert_close(expected[1], step(model, flux_inputs())[1])
