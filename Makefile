@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 demo: setup  ## Teach the demo model a new concept and show the pictures (a few minutes on a laptop CPU)
-	$(RUN) examples/shapes/demo.py
+	$(RUN) examples/shapes/demo.py $(OPTIONS)
 
 test: setup  ## Run the tests
 	$(RUN) -m pytest -n auto
