@@ -333,6 +333,28 @@ def test_a_model_that_does_not_fit(full, layers):
                 assert peak <= in_hand + counters.weight_window + counters.gradient_window
 
 
+@pytest.mark.parametrize("treatments", [None, Treatments.all("recompute")], ids=str)
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_an_exception_leaves_nothing_behind(fails, treatments, tmp_path):
+    """On the CPU: torch ends the process when a hook of the simulated device raises in a backward pass."""
+    model, x = Stack(), example()
+    expected = gradients(model, x)
+
+    def fail(*_: object) -> None:
+        raise KeyError("on purpose")
+
+    plan = streaming(*ALL, treatments=treatments, store="disk", path=str(tmp_path), window=1 << 30)
+    with elbowroom.apply(model, plan):
+        for _ in range(2):
+            block = model.blocks[1]
+            hook = block.register_forward_hook if fails == "forward" else block.register_full_backward_hook
+            with hook(fail), pytest.raises(KeyError):
+                gradients(model, x)
+            assert all(type(parameter) is nn.Parameter for parameter in model.blocks.parameters())
+            for _ in range(2):
+                assert same(expected, gradients(model, x))
+
+
 def test_nothing_stays_on_the_device_between_passes():
     """After a backward pass, or a forward pass of known order, there is room for the optimizer and the decoder."""
     with device() as accelerator:
