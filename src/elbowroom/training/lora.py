@@ -7,6 +7,7 @@ LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) adds `alpha / rank * up 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -135,6 +136,7 @@ def save_lora(
             expected = {f"{component}.{name}": tensor for name, tensor in state.items()}
             layers = {f"{component}_lora_layers": state, f"{component}_lora_adapter_metadata": _metadata(config)}
             pipeline_class.save_lora_weights(aside.parent, weight_name=aside.name, **layers)
+            _sort_metadata(aside)
         verify_lora(aside, expected, name=path)
     return path
 
@@ -200,6 +202,22 @@ def verify_lora(path: Path, expected: Mapping[str, torch.Tensor], *, name: Path 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.cpu().nan_to_num(), right.detach().cpu().nan_to_num())  # not finite is a finding of its own
+
+
+def _sort_metadata(path: Path) -> None:
+    """Give the metadata of a safetensors file a fixed order: its writer has a random one, and equal runs equal bytes.
+
+    Source: the format, at https://github.com/huggingface/safetensors: a header of JSON, padded with spaces, after its
+    length in eight bytes.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 def _metadata(config: LoraConfig) -> dict[str, Any]:
