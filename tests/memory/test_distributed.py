@@ -260,6 +260,20 @@ def test_streaming_that_fsdp_does_not_know(controls, message):
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
+def test_sharding_without_processes_or_a_plan(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    model = BUILDERS["flux"]()
+    plan = elbowroom.schedule(model, elbowroom.Controls(gradient_checkpointing=True))
+    with pytest.raises(
+        RuntimeError, match="FSDP needs a process group, and there is none: start"
+    ):
+        elbowroom.shard(model, plan)
+    with pytest.raises(TypeError, match="the plan must be a Plan, not a Controls"):
+        elbowroom.shard(model, elbowroom.Controls())
+    with pytest.raises(ValueError, match=r"names modules that Linear does not have: transformer_blocks\.0"):
+        elbowroom.shard(nn.Linear(2, 2), plan)
+
+
 def _refused_worker(rank: int) -> None:
     model = BUILDERS["flux"]()
     _shard(model, 1)

@@ -42,19 +42,16 @@ def apply(
         RuntimeError: a plan is applied already, the model's own checkpointing is switched on, the model is compiled as
             a whole, or a segment spans modules that FSDP shards apart.
     """
-    _refuse_other_types(model, plan)
+    refuse_other_types(model, plan)
     _refuse_compiled(model)
     base = unwrap(model)
-    modules = dict(base.named_modules(remove_duplicate=False))
     names = [block.name for block in plan.blocks]
     scopes = [
         f"{block.name}.{name}"
         for block in plan.blocks
         for name in (*block.modules.attention, *block.modules.feed_forward)
     ]
-    missing = [name for name in (*names, *scopes, *plan.streamed) if name not in modules]
-    if missing:
-        raise ValueError(f"the plan names modules that {type(base).__name__} does not have: {', '.join(missing)}")
+    modules = modules_named(base, (*names, *scopes, *plan.streamed))
     refuse_nested(names)
     refuse_nested(scopes)
     _refuse_shared_scopes(plan, modules)
@@ -69,7 +66,8 @@ def apply(
     return Handle(plan, model, device=target, check_determinism=check_determinism)
 
 
-def _refuse_other_types(model: Any, plan: Any) -> None:
+def refuse_other_types(model: Any, plan: Any) -> None:
+    """Raise `TypeError` if the model is no module, or the plan no `Plan`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}")
     if not isinstance(plan, Plan):
@@ -77,6 +75,15 @@ def _refuse_other_types(model: Any, plan: Any) -> None:
             f"the plan must be a Plan, not a {type(plan).__name__}; `elbowroom.schedule(model, controls)` makes one of "
             "controls, and `Plan.from_json` of JSON"
         )
+
+
+def modules_named(base: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules of a model by name; `ValueError` if names that a plan has are not among them."""
+    modules = dict(base.named_modules(remove_duplicate=False))
+    missing = [name for name in names if name not in modules]
+    if missing:
+        raise ValueError(f"the plan names modules that {type(base).__name__} does not have: {', '.join(missing)}")
+    return modules
 
 
 def _refuse_shared_scopes(plan: Plan, modules: Mapping[str, nn.Module]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+from elbowroom.memory.apply import modules_named, refuse_other_types
 from elbowroom.memory.blocks import unwrap
 from elbowroom.memory.plan import Plan
 
@@ -27,14 +30,18 @@ def shard(model: nn.Module, plan: Plan, **options: Any) -> Plan:
         options: for every call of `torch.distributed.fsdp.fully_shard`, such as `mesh` and `mp_policy`.
 
     Raises:
+        TypeError: the model is no module, or the plan no `Plan`.
+        RuntimeError: there is no process group.
         ValueError: the plan streams weights in a way that FSDP does not know, or names blocks that are not there.
     """
+    refuse_other_types(model, plan)
     _refuse_what_fsdp_cannot(plan)
-    base = unwrap(model)
-    modules = dict(base.named_modules())
-    missing = [block.name for block in plan.blocks if block.name not in modules]
-    if missing:
-        raise ValueError(f"the plan names modules that {type(base).__name__} does not have: {', '.join(missing)}")
+    modules = modules_named(unwrap(model), [block.name for block in plan.blocks])
+    if "mesh" not in options and not dist.is_initialized() and "RANK" not in os.environ:
+        raise RuntimeError(
+            "FSDP needs a process group, and there is none: start the program by torchrun, or call "
+            "torch.distributed.init_process_group first"
+        )
     policy = OffloadPolicy()
     if plan.streamed:
         on_accelerator = torch.accelerator.is_available()
