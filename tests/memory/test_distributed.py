@@ -264,9 +264,7 @@ def test_sharding_without_processes_or_a_plan(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     model = BUILDERS["flux"]()
     plan = elbowroom.schedule(model, elbowroom.Controls(gradient_checkpointing=True))
-    with pytest.raises(
-        RuntimeError, match="FSDP needs a process group, and there is none: start"
-    ):
+    with pytest.raises(RuntimeError, match="FSDP needs a process group, and there is none: start"):
         elbowroom.shard(model, plan)
     with pytest.raises(TypeError, match="the plan must be a Plan, not a Controls"):
         elbowroom.shard(model, elbowroom.Controls())
