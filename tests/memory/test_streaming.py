@@ -355,6 +355,25 @@ def test_an_exception_leaves_nothing_behind(fails, treatments, tmp_path):
                 assert same(expected, gradients(model, x))
 
 
+@pytest.mark.parametrize("full", [True, False], ids=["full", "frozen"])
+def test_double_backward(full, tmp_path):
+    """Exact through frozen weights, refused through trained ones, on which a gradient's gradient depends."""
+    model, x = (Stack() if full else frozen(Stack())), example()
+
+    def run() -> list[torch.Tensor]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        first = torch.autograd.grad(model(x).square().sum(), trained, create_graph=True)
+        return list(torch.autograd.grad(sum(each.square().sum() for each in first), trained))
+
+    expected = run()
+    with elbowroom.apply(model, streaming(*ALL, store="disk", path=str(tmp_path))):
+        if full:
+            with pytest.raises(RuntimeError, match="can't be differentiated again"):
+                run()
+        else:
+            assert all(map(torch.equal, expected, run()))
+
+
 def test_nothing_stays_on_the_device_between_passes():
     """After a backward pass, or a forward pass of known order, there is room for the optimizer and the decoder."""
     with device() as accelerator:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from elbowroom.memory.counters import Counters
 from elbowroom.memory.devices.base import Device, Event, Geometry
@@ -132,8 +132,8 @@ class Departs(Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        _refuse_double_backward()
         copy, ctx.trip.copy = ctx.trip.copy, None
         return (gradient if copy is None else copy.received()), None
 
@@ -156,12 +156,20 @@ class Arrives(Function):
         return arrived.view_as(arrived)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        _refuse_double_backward()
         if ctx.on_host:
             return gradient, None, None, None, None
         ctx.trip.copy = ctx.home.begin(gradient)
         return ctx.trip.copy.tensor, None, None, None, None
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():  # autograd runs a backward pass so only where it is asked for a graph of it
+        raise RuntimeError(
+            "gradients of streamed weights that are trained can't be differentiated again (create_graph=True); leave "
+            "weight_streaming out, or train an adapter"
+        )
 
 
 def arrived(parameter: torch.Tensor, on_device: torch.Tensor, home: GradientsHome, weight: object) -> torch.Tensor:
