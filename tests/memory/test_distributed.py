@@ -139,6 +139,10 @@ def _streamed_worker(rank: int, lora: bool) -> None:
                 loss_of(wrapped, inputs_of("flux", rank)).backward()
         if handle is not None:
             assert handle.report().counters.weight_fetches > 0
+            found = gradients(model)
+            handle.remove()
+            assert not getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+            return found
         return gradients(model)
 
     expected = train(None)

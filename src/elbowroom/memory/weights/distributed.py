@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ def refuse_sharded(parameters: Sequence[torch.Tensor]) -> None:
         )
 
 
-def leave_to_us(model: nn.Module, units: Sequence[Unit]) -> None:
+def leave_to_us(model: nn.Module, units: Sequence[Unit]) -> Callable[[], None]:
     """Have DDP neither broadcast nor reduce frozen streamed weights, once all processes are known to have the same.
 
     Does nothing where there is one process. Source: `DistributedDataParallel`'s own list of parameters to ignore.
@@ -34,11 +34,14 @@ def leave_to_us(model: nn.Module, units: Sequence[Unit]) -> None:
         model: what will be given to DDP.
         units: what is streamed.
 
+    Returns:
+        what undoes it, for a DDP that is made afterwards.
+
     Raises:
         RuntimeError: the processes have other values.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
+        return lambda: None
     frozen = {id(p): p for unit in units for p in unit.parameters if not p.requires_grad}
     digests: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, _digest(list(frozen.values())))
@@ -49,6 +52,11 @@ def leave_to_us(model: nn.Module, units: Sequence[Unit]) -> None:
     names = [name for name, parameter in model.named_parameters() if id(parameter) in frozen]
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     model._ddp_params_and_buffers_to_ignore = [*ignored, *names]  # type: ignore[assignment]
+
+    def undo() -> None:
+        model._ddp_params_and_buffers_to_ignore = list(ignored)  # type: ignore[assignment]
+
+    return undo
 
 
 def _digest(parameters: Sequence[torch.Tensor]) -> str:

@@ -71,11 +71,11 @@ def open_streamer(model: nn.Module, plan: Plan, device: torch.device | None, cou
     homes = _homes(kind, target, plan.weights, window)
     if target.in_host_memory:
         return_freed_memory()  # else the process would hardly get smaller
-    leave_to_us(model, units)
+    undo = leave_to_us(model, units)
     homes.take_in(units)
     rest = Rest(base, units)
     rest.move(target.device)
-    return Streamer(target, homes, units, window, counters, rest)
+    return Streamer(target, homes, units, window, counters, rest, closed=undo)
 
 
 def default_window(units: list[Unit]) -> int:

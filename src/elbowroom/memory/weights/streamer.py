@@ -33,14 +33,25 @@ class Streamer:
         window: bytes of weights on the device at one time; as many for gradients on their way home.
         counters: totals of the handle.
         rest: everything else of the model.
+        closed: called in the end.
     """
 
-    def __init__(self, device: Device, homes: Homes, units: list[Unit], window: int, counters: Counters, rest: Rest):
+    def __init__(
+        self,
+        device: Device,
+        homes: Homes,
+        units: list[Unit],
+        window: int,
+        counters: Counters,
+        rest: Rest,
+        closed: Callable[[], None] = lambda: None,
+    ):
         self.units = units
         self.device = device.device
         self._device = device
         self._homes = homes
         self._rest = rest
+        self._closed = closed
         self._counters = counters
         self._arrivals = Arrivals(device, homes, units, window, counters, self._begin_pass)
         self._gradients = GradientsHome(device, window, counters)
@@ -129,6 +140,7 @@ class Streamer:
         self.look()
         self._homes.give_back()
         self._rest.give_back()
+        self._closed()
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
