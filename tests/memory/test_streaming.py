@@ -798,6 +798,17 @@ def test_every_parameter_has_one_owner(controls, train):
                 assert same(expected, gradients(model, x))
 
 
+@pytest.mark.parametrize("room", [1.0, 2.5, 10.0])
+def test_auto_leaves_half_of_the_free_memory(room):
+    model = TwoStacks()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    with device(capacity=int(room * weights)) as accelerator:
+        plan = elbowroom.schedule(model, elbowroom.Controls(weight_streaming="auto"), blocks=BLOCKS)
+        assert len(plan.streamed) == (0 if room > 2 else len(plan.blocks) - 2)
+        with elbowroom.apply(model, plan, device=accelerator.device):
+            assert accelerator.bytes_in_use() <= accelerator.capacity // 2
+
+
 @pytest.mark.parametrize("option", ["musubi_blocks_to_swap", "weight_streaming"])
 @pytest.mark.parametrize("wanted", [6, 7, -1, 0.5, 1.0, True, None])
 def test_a_number_of_blocks_that_the_model_does_not_have(option, wanted):

@@ -206,6 +206,9 @@ def simulated_accelerator(
         _MODULE.active = before
 
 
+_LARGE = 80 << 30
+
+
 class _Module(backend_registration._DummyBackendModule):
     """What torch asks of the module of a device type (`torch.cuda` is the one of CUDA)."""
 
@@ -223,6 +226,12 @@ class _Module(backend_registration._DummyBackendModule):
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Return free and all bytes, as `torch.cuda.mem_get_info` does; without a limit, those of a large card."""
+        accelerator = _active()
+        total = _LARGE if accelerator.capacity is None else accelerator.capacity
+        return total - accelerator.bytes_in_use(), total
 
     def elbowroom_device(self, device: torch.device) -> SimulatedAccelerator:
         return _active()

@@ -31,7 +31,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _MOST_HEADER = 100 << 20
-_PRESENT, _OF_FILE = 1 << 63, 1 << 61
+_PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
 
 
 class OpenFile:
@@ -138,7 +138,8 @@ def written_to(tensors: Iterable[torch.Tensor]) -> list[bool]:
             first = tensor.data_ptr() // page
             count = (tensor.data_ptr() + tensor.nbytes - 1) // page + 1 - first
             flags = numpy.frombuffer(os.pread(file.fileno(), 8 * count, 8 * first), dtype=numpy.uint64)
-            own = (flags & numpy.uint64(_PRESENT) != 0) & (flags & numpy.uint64(_OF_FILE) == 0)
+            somewhere = flags & numpy.uint64(_PRESENT | _SWAPPED) != 0  # pages of the file are dropped, never swapped
+            own = somewhere & (flags & numpy.uint64(_OF_FILE) == 0)
             found.append(bool(own.any()))
     return found
 
